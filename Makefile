@@ -1,0 +1,52 @@
+# make demo   installs into .venv and shows what the built-in GPT keeps under several policies
+# make test   installs the test extras too and runs the tests
+# Both need Python >= 3.11 with pip or venv; PYTHON=... and VENV=... say which and where.
+
+PYTHON ?= python3
+VENV ?= .venv
+# On more cores than this the tests gain little and take a process with JAX for each.
+PYTEST_ARGS ?= -n auto --maxprocesses 8
+
+bin := $(VENV)/bin
+pip := $(bin)/python -m pip --disable-pip-version-check
+sources := $(shell find remat_kit -type f -not -name '*.pyc' 2>/dev/null)
+
+.PHONY: help demo test lint docs wheel-check clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+	@echo "others: lint docs wheel-check clean"
+
+demo: $(VENV)/.installed
+	$(bin)/remat-kit demo
+
+test: $(VENV)/.test
+	$(bin)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(bin)/ruff check .
+	$(bin)/pyright --pythonpath $(bin)/python
+
+docs: $(VENV)/.docs
+	$(bin)/python -m mkdocs build --strict
+
+wheel-check: $(VENV)/.made
+	.ci/wheel-check $(bin)/python
+
+clean:
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(VENV)/.made: .ci/venv
+	.ci/venv "$(PYTHON)" "$(VENV)"
+	@touch $@
+
+# What was installed for tests is editable and sees a changed source by itself.
+$(VENV)/.installed: pyproject.toml $(sources) | $(VENV)/.made
+	@if [ -e $(VENV)/.test ]; then echo "installed from this checkout already"; else $(pip) install --quiet .; fi
+	@touch $@
+
+$(VENV)/.test $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: pyproject.toml | $(VENV)/.made
+	$(pip) install --quiet --editable '.[$*]'
+	@touch $@

@@ -1,0 +1,50 @@
+"""remat_kit: rematerialization for JAX. Trace, choose, apply, verify."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from remat_kit._apply import apply as apply
+from remat_kit._errors import RematError as RematError
+from remat_kit._errors import RematWarning as RematWarning
+from remat_kit._errors import UnknownPolicyError as UnknownPolicyError
+from remat_kit._policy import Action as Action
+from remat_kit._policy import Policy as Policy
+from remat_kit._policy import Rule as Rule
+from remat_kit._policy import Selector as Selector
+from remat_kit._policy import offload as offload
+from remat_kit._policy import policy as policy
+from remat_kit._policy import recompute as recompute
+from remat_kit._policy import save as save
+from remat_kit._presets import presets as presets
+from remat_kit._presets import register as register
+from remat_kit._reports import residuals as residuals
+from remat_kit._reports import trace as trace
+from remat_kit._trace.program import Program as Program
+from remat_kit._trace.report import Residual as Residual
+from remat_kit._trace.report import Residuals as Residuals
+from remat_kit._trace.report import ResidualsDiff as ResidualsDiff
+from remat_kit._wrap import checkpoint as checkpoint
+from remat_kit._wrap import override as override
+from remat_kit._wrap import remat as remat
+from jax.ad_checkpoint import checkpoint_name as checkpoint_name
+
+if TYPE_CHECKING:
+    from remat_kit import linen as linen
+    from remat_kit import nnx as nnx
+    from remat_kit import zoo as zoo
+
+__version__ = "0.1.0"
+
+_LAZY = ("linen", "nnx", "zoo")  # these load Flax
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"remat_kit.{name}")
+    raise AttributeError(f"module 'remat_kit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

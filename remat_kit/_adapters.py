@@ -1,0 +1,49 @@
+"""Calls as pure functions: objects that hold state (NNX modules) are taken apart before a function is traced.
+
+The core knows no framework; the adapter for NNX loads where Flax NNX already is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def _same(out: Any) -> Any:
+    return out
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a function, as a pure function of pytrees.
+
+    Attributes:
+      fun: the pure function.
+      args, kwargs: its arguments, in the positions of the original's.
+      result: from the pure function's result to the original's, without writing anything back.
+      finish: the same, and new state is written back.
+      trainable: for each dynamic leaf of ``(args, kwargs)``, whether it may be differentiated; None: all may.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Callable[[Any], Any] = _same
+    finish: Callable[[Any], Any] = _same
+    trainable: tuple[bool, ...] | None = None
+
+
+@contextlib.contextmanager
+def adapted(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Call]:
+    """Takes apart the arguments of a call that hold state, for as long as the call lasts; others pass as they are."""
+    if "flax.nnx" in sys.modules:
+        from remat_kit import _nnx_state
+
+        if _nnx_state.has_modules((args, kwargs)):
+            with _nnx_state.adapted(fun, args, kwargs) as call:
+                yield call
+            return
+    yield Call(fun, args, kwargs)

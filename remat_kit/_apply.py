@@ -1,0 +1,186 @@
+"""apply: the same function, made of `jax.checkpoint` calls, from an unmodified function and a policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from remat_kit import _adapters
+from remat_kit._errors import RematError, near_matches
+from remat_kit._globs import matches
+from remat_kit._policy import Policy, policy
+from remat_kit._presets import unmatched_names
+from remat_kit._rewrite import Choice, rewrite
+from remat_kit._trace import blocks, jaxprs, tracing
+from remat_kit._trace.default import default_blocks
+from remat_kit._trace.blocks import Candidate
+
+Policies = Any  # str | Policy | JAX callable | Mapping[str, str | Policy | callable]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What a user asked of `apply`: policies by block glob, in order; the glob None means the default blocks."""
+
+    items: tuple[tuple[str | None, Policy], ...]
+
+    @classmethod
+    def of(cls, spec: Policies) -> Rules:
+        """Reads a policy, or a mapping of block globs to policies.
+
+        Raises:
+          RematError: for an empty mapping, or a key that is not a string.
+        """
+        if not isinstance(spec, Mapping):
+            return cls(((None, policy(spec)),))
+        if not spec:
+            raise RematError("an empty mapping of blocks to policies: name at least one block, or pass one policy.")
+        for key in spec:
+            if not isinstance(key, str) or not key:
+                raise RematError(f"blocks are chosen by globs on their paths, got the key {key!r}.")
+        return cls(tuple((k, policy(v)) for k, v in spec.items()))
+
+    def __str__(self) -> str:
+        return "; ".join(f"{k}: {p.name or p}" if k is not None else p.name or str(p) for k, p in self.items)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chosen:
+    """The blocks that rules come to in one program.
+
+    Attributes:
+      choice: each block with its policy.
+      removed: paths of existing `jax.checkpoint` regions that give way (inside a block, or around one).
+      replaced: paths of existing regions whose own policy is replaced.
+    """
+
+    choice: Choice
+    removed: tuple[str, ...]
+    replaced: tuple[str, ...]
+
+
+def select(traced: tracing.Traced, rules: Rules) -> Chosen:
+    """Finds the blocks of a program that rules speak of.
+
+    Raises:
+      RematError: for a glob that matches no block (near matches named).
+    """
+    candidates = blocks.find(traced.jaxpr)
+    taken: list[tuple[Candidate, Policy]] = []
+    if rules.items[0][0] is None:
+        chosen = default_blocks(traced, candidates)
+        taken = [(c, rules.items[0][1]) for c in chosen]
+    else:
+        paths = [c.path for c in candidates]
+        known = candidates or blocks.segments(traced.jaxpr)
+        if not candidates:
+            paths, candidates = [c.path for c in known], known
+        unmatched = [g for g, _ in rules.items if not any(matches(str(g), p, "/") for p in paths)]
+        if unmatched:
+            shown = ", ".join(dict.fromkeys(paths)) or "none"
+            raise RematError(
+                f"no block of the program matches {unmatched[0]!r}. Its blocks: {shown[:600]}."
+                + near_matches(unmatched[0], paths)
+            )
+        inside: set[int] = set()
+        for c in candidates:  # outer ones first: a block inside a chosen one goes with it
+            if any(id(a) in inside for a in c.ancestors()):
+                continue
+            found = next((p for g, p in rules.items if matches(str(g), c.path, "/")), None)
+            if found is not None:
+                inside.add(id(c))
+                taken.append((c, found))
+    mine = {id(c) for c, _ in taken}
+    around = {id(a) for c, _ in taken for a in c.ancestors()}
+    removed = [
+        c.path
+        for c in candidates
+        if c.kind == "checkpoint" and (id(c) in around or any(id(a) in mine for a in c.ancestors())) and id(c) not in mine
+    ]
+    replaced = [c.path for c, _ in taken if c.kind == "checkpoint"]
+    return Chosen(Choice(tuple(taken)), tuple(dict.fromkeys(removed)), tuple(dict.fromkeys(replaced)))
+
+
+def check_names(jaxpr: Any, policies: Iterable[Policy]) -> None:
+    """Refuses names that the program does not have.
+
+    A preset lists the names of several codebases; it needs only one of them to be there.
+
+    Raises:
+      RematError: for a name or glob that matches no checkpoint name of the program.
+    """
+    asked = [p for p in policies if p.name_globs]
+    if not asked:
+        return
+    have = jaxprs.names_in(jaxpr)
+    for p in asked:
+        missing = unmatched_names(p, have)
+        if missing:
+            listed = ", ".join(repr(n) for n in sorted(have)) or "none (name values with rk.checkpoint_name)"
+            raise RematError(
+                f"policy {p.name or str(p)[:200]!r}: no value of the program is named {missing[0]!r}. "
+                f"Its checkpoint names: {listed[:600]}.{near_matches(missing[0], have)}"
+            )
+
+
+def rewritten(traced: tracing.Traced, rules: Rules) -> tuple[Any, Chosen]:
+    """The program of a traced function with rules applied, traced anew, and the blocks that they came to."""
+    if jaxprs.contains_gradient(traced.jaxpr):
+        raise RematError(
+            "the function contains its own gradient (a training step?), so what it keeps is decided already. Apply the "
+            "policy to the loss, before jax.grad; or mark blocks in it with rk.remat(block=...) and use rk.override."
+        )
+    check_names(traced.jaxpr, [p for _, p in rules.items])
+    chosen = select(traced, rules)
+    avals = [v.aval for v in jaxprs.opened(traced.jaxpr).invars]
+    return jaxprs.trace(rewrite(traced.jaxpr, chosen.choice), avals), chosen
+
+
+def apply(fun: Callable[..., Any], policy: Policies) -> Callable[..., Any]:
+    """Makes the same function of `jax.checkpoint` calls, without touching its source.
+
+    The function is traced at the types of each call's arguments, its blocks are found, and each becomes one
+    `jax.checkpoint` region under its policy. Values, gradients, parameter names, dropout masks and sown values
+    cannot change. Traced programs are cached by the types of the arguments, as `jax.jit` does.
+
+    Args:
+      fun: any function of pytrees of arrays, numbers, static values and Flax NNX modules.
+      policy: a policy (preset name, text, `Policy`, JAX policy) for the default blocks: the outermost
+        repeated level (layers, scan bodies) that holds most residual bytes. Or a mapping of globs on block
+        paths to policies; the first match wins, ``*`` stops at ``/``, ``**`` does not, ``"none"`` leaves a
+        block without remat.
+
+    Returns:
+      A function with the signature of `fun`.
+
+    Raises:
+      RematError: for an unknown policy, at once; when called, for a block or a name that the program does not
+        have, or a block that would write to a mutable reference again.
+    """
+    if not callable(fun):
+        raise RematError(f"apply takes a function first, got {type(fun).__name__}: {fun!r:.80}")
+    rules = Rules.of(policy)
+    cache: dict[Any, tuple[tracing.Traced, Any]] = {}
+
+    @functools.wraps(fun)
+    def applied(*args: Any, **kwargs: Any) -> Any:
+        with _adapters.adapted(fun, args, kwargs) as call:
+            leaves, traced, program = _program(call, rules, cache)
+            return call.finish(traced.outputs.merge(jaxprs.evaluate(program, *leaves)))
+
+    return applied
+
+
+def _program(call: _adapters.Call, rules: Rules, cache: dict[Any, Any]) -> tuple[list[Any], tracing.Traced, Any]:
+    leaves, spec = tracing.split((call.args, call.kwargs))
+    avals = tuple(jaxprs.aval_of(x) for x in leaves)
+    key = (spec, avals, jaxprs.cache_key())
+    if key in cache:
+        return leaves, *cache[key]
+    traced = tracing.trace(call.fun, call.args, call.kwargs)
+    program, _ = rewritten(traced, rules)
+    if not any(jaxprs.is_tracer(c) for c in jaxprs.constants(program)):
+        cache[key] = (traced, program)
+    return leaves, traced, program

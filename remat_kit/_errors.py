@@ -1,0 +1,31 @@
+"""The errors and warnings of remat_kit: each says what was asked, what was found and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RematError(Exception):
+    """Base class of every error that remat_kit raises on purpose."""
+
+
+class UnknownPolicyError(RematError, KeyError):
+    """A policy name that is not registered. The message lists the nearest names."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class RematWarning(UserWarning):
+    """Something was asked for that has no effect, or another effect than it seems to have."""
+
+
+def near_matches(word: str, known: Iterable[str]) -> str:
+    """Returns ``" Did you mean 'a' or 'b'?"``, or an empty string when nothing is near."""
+    known = sorted(set(known))
+    folded = {k.lower().replace("-", "_"): k for k in known}
+    found = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=3, cutoff=0.6)
+    if not found:
+        return ""
+    return " Did you mean " + " or ".join(repr(folded[f]) for f in found) + "?"

@@ -1,0 +1,104 @@
+"""What a reader of a residual report must know besides the figures: one sentence each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from remat_kit._trace import jaxprs
+from remat_kit._trace.jaxprs import CallKind
+from remat_kit._trace.levels import Level, walk
+from remat_kit._trace.linearized import Linearized
+from remat_kit._trace.report import Kind
+
+
+def notes(entries: Any, lin: Linearized, written: Any, rules: Any, removed: Any, replaced: Any) -> tuple[str, ...]:
+    """All notes on one report.
+
+    Args:
+      entries: what was found to be kept.
+      lin: the differentiated program.
+      written: the program as written, closed.
+      rules: the policies applied, or None.
+      removed, replaced: paths of existing regions that gave way, or whose policy was replaced.
+    """
+    found: list[str] = _sharded(entries)
+    if replaced:
+        found.append(f"The policy replaces that of existing jax.checkpoint regions: {_list(replaced)}.")
+    if removed:
+        found.append(f"Blocks do not nest; these existing jax.checkpoint regions gave way: {_list(removed)}.")
+    found += _batched_products(written, rules)
+    found += _rerun_rules(lin)
+    return tuple(found)
+
+
+def _sharded(entries: Any) -> list[str]:
+    """Under automatic sharding, only XLA knows where intermediates lie."""
+    arguments = [e.entry for e in entries if e.entry.action is Kind.ARGUMENT]
+    kept = [e.entry for e in entries if e.entry.action in (Kind.SAVED, Kind.OFFLOADED)]
+    if any(e.bytes < e.global_bytes for e in arguments) and all(e.bytes == e.global_bytes for e in kept) and kept:
+        return [
+            "Arguments are sharded, but how XLA shards the intermediates is not known before compilation: "
+            "their bytes are those of whole arrays."
+        ]
+    return []
+
+
+def _list(paths: Any) -> str:
+    shown = list(paths)[:6]
+    return ", ".join(shown) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
+
+
+def _batched_products(written: Any, rules: Any) -> list[str]:
+    """Matrix products that a rule on products without batch dimensions passes over."""
+    if rules is None:
+        return []
+    asks = [r for _, p in rules.items for r in p.rules if r.selector.batch_dims is False]
+    if not asks:
+        return []
+    found = [
+        e
+        for _, e in walk(Level(written))
+        if e.primitive.name == "dot_general" and any(map(len, e.params["dimension_numbers"][1]))
+    ]
+    if not found:
+        return []
+    file, line, _ = jaxprs.source_line(found[0])
+    return [
+        f"{len(found)} matrix products have batch dimensions (the first at {file.rsplit('/', 1)[-1]}:{line}) and are not "
+        "kept by a rule for products without them: attention scores, MoE experts, or products under vmap. "
+        "The preset 'matmuls' keeps these too."
+    ]
+
+
+def _rerun_rules(lin: Linearized) -> list[str]:
+    """Forward rules of custom_vjp functions that run again in the backward pass, and what would prevent it."""
+    origins = lin.tagged.origins
+    uncovered: dict[int, dict[str, None]] = {}
+    for level, eqn in walk(Level(lin.backward)):
+        owner = next((t for t in level.chain_of(eqn) if jaxprs.is_custom_vjp(origins[t].eqn)), None)
+        if owner is None or not _again(level, eqn) or jaxprs.calls(eqn):
+            continue
+        readers = [e for e in level.jaxpr.eqns if any(v is o for v in e.invars for o in eqn.outvars)]
+        for r in readers:
+            if owner not in level.chain_of(r) or not _again(level, r):
+                types = uncovered.setdefault(owner, {})
+                types.update(dict.fromkeys(o.aval.str_short(short_dtypes=True) for o in eqn.outvars))
+    out = []
+    for tag, types in uncovered.items():
+        eqn = origins[tag].eqn
+        file, line, _ = jaxprs.source_line(eqn)
+        out.append(
+            f"The forward rule of the custom_vjp call at {file.rsplit('/', 1)[-1]}:{line} runs again in the backward pass: "
+            f"its residuals {', '.join(types)} are not covered by the policy. 'save op=custom_vjp_call' keeps all of them."
+        )
+    return out
+
+
+def _again(level: Level, eqn: Any) -> bool:
+    here: Level | None = level
+    scopes = jaxprs.scopes(eqn)
+    while "rematted_computation" not in scopes:
+        if here is None or here.eqn is None or here.call is None or here.call.kind is not CallKind.REMAT:
+            return False
+        scopes, here = jaxprs.scopes(here.eqn), here.parent
+    return True

@@ -1,0 +1,283 @@
+"""Rewriting a program: chosen blocks become `jax.checkpoint` calls, everything else is bound as it was.
+
+The rewriter is an interpreter: it evaluates a program and, on its way, evaluates each chosen block through a
+function that `jax.checkpoint` wraps. What it makes is for JAX to trace again.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from remat_kit import _naming
+from remat_kit._errors import RematError
+from remat_kit._policy import Action, Policy
+from remat_kit._trace import jaxprs, marks
+from remat_kit._trace.blocks import Candidate, Site
+from remat_kit._trace.jaxprs import CallKind, JaxprEqn, Literal, Var
+
+Flat = Callable[..., list[Any]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Choice:
+    """Blocks and the policy for each. Blocks do not lie in one another."""
+
+    blocks: tuple[tuple[Candidate, Policy], ...]
+
+    def at(self, site: Site) -> list[tuple[Candidate, Policy]]:
+        return [(c, p) for c, p in self.blocks if c.site == site]
+
+    def below(self, site: Site) -> bool:
+        """Whether any block lies in the program at a site, or in one nested in it."""
+        return any(c.site[: len(site)] == site for c, _ in self.blocks)
+
+
+def rewrite(jaxpr: Any, choice: Choice) -> Flat:
+    """A flat function that computes the same as a closed program, with its chosen blocks rematerialized."""
+
+    def run(*args: Any) -> list[Any]:
+        return _run(jaxpr, args, choice, ())
+
+    return run
+
+
+def _run(jaxpr: Any, args: Sequence[Any], choice: Choice, site: Site) -> list[Any]:
+    owner = jaxprs.opened(jaxpr)
+    env: dict[Var, Any] = dict(zip(jaxprs.inputs(jaxpr), [*jaxprs.constants(jaxpr), *args], strict=True))
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, Literal) else env[v]
+
+    for block, members in _schedule(owner, choice.at(site)):
+        if block is None:
+            eqn = owner.eqns[members[0]]
+            results = _eqn(eqn, members[0], [read(v) for v in eqn.invars], choice, site)
+            env.update(zip(eqn.outvars, results, strict=True))
+        else:
+            candidate, policy = block
+            program, invars, outvars, scopes = outline(owner, members, candidate.marks)
+            fun = block_function(program, policy, prevent_cse=not _in_loop(candidate))
+            with _scoped((*scopes, marks.BLOCK + candidate.path)):
+                results = fun(*(env[v] for v in invars))
+            env.update(zip(outvars, results, strict=True))
+    return [read(v) for v in owner.outvars]
+
+
+def _in_loop(c: Candidate) -> bool:
+    return any(e.primitive.name in ("scan", "while") for e in c.outer)
+
+
+def _scoped(names: Sequence[str]) -> Any:
+    stack = contextlib.ExitStack()
+    for n in names:
+        stack.enter_context(jax.named_scope(n))
+    return stack
+
+
+def _eqn(eqn: JaxprEqn, i: int, operands: list[Any], choice: Choice, site: Site) -> list[Any]:
+    """Evaluates one equation: itself a block (a scan's body, a region), with blocks in it, or as it was."""
+    for c, policy in choice.at(site):
+        if c.eqns == (i,) and c.kind in ("scan", "checkpoint"):
+            return _block_eqn(eqn, operands, c, policy)
+    programs: dict[Any, Any] = {}
+    for call in jaxprs.calls(eqn):
+        below = (*site, (i, call.key))
+        if not call.rewritable or not choice.below(below):
+            continue
+        if call.kind is CallKind.REMAT:  # a block inside: blocks do not nest, the outer region goes
+            with jaxprs.context(eqn):
+                return _run(call.jaxpr, operands, choice, below)
+
+        def body(*xs: Any, call: Any = call, below: Site = below) -> list[Any]:
+            return _run(call.jaxpr, xs, choice, below)
+
+        in_place = call.kind is CallKind.SHARD_MAP
+        programs[call.key] = body if in_place else jaxprs.trace(body, _avals(call.jaxpr))
+    return jaxprs.bind(eqn, operands, programs)
+
+
+def _block_eqn(eqn: JaxprEqn, operands: list[Any], c: Candidate, policy: Policy) -> list[Any]:
+    (call,) = jaxprs.calls(eqn)
+    if call.kind is CallKind.REMAT:
+        fun = block_function(call.jaxpr, policy, prevent_cse=not _in_loop(c))
+        with jaxprs.context(eqn), jax.named_scope(marks.BLOCK + c.path):
+            return list(fun(*operands))
+    fun = block_function(call.jaxpr, policy, prevent_cse=False)
+
+    def body(*xs: Any) -> list[Any]:
+        with jax.named_scope(marks.BLOCK + c.path):
+            return list(fun(*xs))
+
+    return jaxprs.bind(eqn, operands, {call.key: jaxprs.trace(body, _avals(call.jaxpr))})
+
+
+def _avals(jaxpr: Any) -> list[Any]:
+    return [v.aval for v in jaxprs.opened(jaxpr).invars]
+
+
+# Groups of equations -------------------------------------------------------------------------------
+
+
+def _schedule(
+    owner: Any, chosen: Sequence[tuple[Candidate, Policy]]
+) -> list[tuple[tuple[Candidate, Policy] | None, tuple[int, ...]]]:
+    """Orders a program's equations so that each group of a block stands together.
+
+    Raises:
+      RematError: where an equation outside a group needs the group and is needed by it.
+    """
+    groups = [(c, p) for c, p in chosen if c.kind not in ("scan", "checkpoint")]
+    order: list[tuple[tuple[Candidate, Policy] | None, tuple[int, ...]]] = []
+    of = {i: g for g, (c, _) in enumerate(groups) for i in c.eqns}
+    placed: set[int] = set()
+    for i in range(len(owner.eqns)):
+        if i in placed:
+            continue
+        if i not in of:
+            order.append((None, (i,)))
+            placed.add(i)
+            continue
+        c, p = groups[of[i]]
+        members = set(c.eqns)
+        between = [k for k in range(i, max(members) + 1) if k not in members and k not in placed]
+        fed: set[Var] = {v for k in members for v in owner.eqns[k].outvars}
+        late: set[int] = set()
+        for k in range(i, max(members) + 1):
+            eqn = owner.eqns[k]
+            reads = any(isinstance(v, Var) and v in fed for v in eqn.invars)
+            if k in late or (k in between and reads):
+                late.add(k)
+                fed.update(eqn.outvars)
+        made_late = {v for k in late for v in owner.eqns[k].outvars}
+        if any(isinstance(v, Var) and v in made_late for k in members for v in owner.eqns[k].invars):
+            raise RematError(
+                f"block {c.path!r} cannot be one unit: it calls out to a part of the program that needs its own results. "
+                "Choose the blocks inside it or around it."
+            )
+        for k in between:
+            if k not in late:
+                if k in of and of[k] != of[i]:
+                    raise RematError(f"blocks {c.path!r} and {groups[of[k]][0].path!r} are interleaved; choose one of them.")
+                order.append((None, (k,)))
+                placed.add(k)
+        order.append(((c, p), tuple(sorted(members))))
+        placed |= members
+    return order
+
+
+def outline(owner: Any, members: Sequence[int], depth: int) -> tuple[Any, list[Var], list[Var], tuple[str, ...]]:
+    """Makes a program of some equations: it, its inputs and outputs outside, and the scopes that they share."""
+    inside = [owner.eqns[i] for i in members]
+    scopes = _upto_mark(jaxprs.scopes(inside[0]), depth)
+    eqns = [jaxprs.with_scopes(e, jaxprs.scopes(e)[len(_upto_mark(jaxprs.scopes(e), depth)) :]) for e in inside]
+    made = {v for e in inside for v in e.outvars}
+    invars = list(dict.fromkeys(v for e in inside for v in e.invars if isinstance(v, Var) and v not in made))
+    rest = set(range(len(owner.eqns))) - set(members)
+    used = {v for k in rest for v in owner.eqns[k].invars if isinstance(v, Var)}
+    used |= {v for v in owner.outvars if isinstance(v, Var)}
+    outvars = [v for e in inside for v in e.outvars if v in used]
+    return jaxprs.subprogram(owner, eqns, invars, outvars), invars, outvars, scopes
+
+
+def _upto_mark(scopes: tuple[str, ...], depth: int) -> tuple[str, ...]:
+    """The scopes up to and with the `depth`-th mark."""
+    for i in range(len(scopes) if depth else 0):
+        if len(marks.split(scopes[: i + 1])[0]) == depth:
+            return scopes[: i + 1]
+    return ()
+
+
+# Blocks --------------------------------------------------------------------------------------------
+
+_functions: collections.OrderedDict[Any, tuple[Flat, dict[int, Any]]] = collections.OrderedDict()
+_MOST_FUNCTIONS = 512
+
+
+def block_function(jaxpr: Any, policy: Policy, *, prevent_cse: Any = True) -> Flat:
+    """A flat function that runs a closed program as one rematerialized block under a policy.
+
+    Equal programs share one function object, so that JAX traces and differentiates identical layers once.
+
+    Raises:
+      RematError: for a program that writes to a mutable reference, or a policy that cannot be honoured.
+    """
+    if not policy.remat:
+        return lambda *args: evaluate_plain(jaxpr, args)
+    _naming.check_supported(policy)
+    check_effects(jaxpr)
+    native = policy.as_jax()
+    fun = _shared(jaxpr, None if native is not None else policy)
+    saver = native if native is not None else _naming.names_policy(Action.OFFLOAD in policy.actions)
+    wrapped = jax.checkpoint(fun, policy=saver, prevent_cse=prevent_cse)
+    return lambda *args: list(wrapped(*args))
+
+
+def _shared(jaxpr: Any, policy: Policy | None) -> Flat:
+    kept: dict[int, Any] = {}
+    key = (jaxprs.fingerprint(jaxpr, kept, marks.unnumbered), policy, jaxprs.cache_key())
+    if any(jaxprs.is_tracer(x) for x in kept.values()):
+        return _function(jaxpr, policy)
+    if key not in _functions:
+        _functions[key] = (_function(jaxpr, policy), kept)
+        while len(_functions) > _MOST_FUNCTIONS:
+            _functions.popitem(last=False)
+    _functions.move_to_end(key)
+    return _functions[key][0]
+
+
+def _function(jaxpr: Any, policy: Policy | None) -> Flat:
+    def block(*args: Any) -> list[Any]:
+        plain = without_regions(jaxpr)
+        if policy is None:
+            return jaxprs.evaluate(plain, *args)
+        return _naming.evaluate_named(plain, policy, args)
+
+    return block
+
+
+def evaluate_plain(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a closed program without the `jax.checkpoint` regions in it."""
+    return jaxprs.evaluate(without_regions(jaxpr), *args)
+
+
+def without_regions(jaxpr: Any) -> Any:
+    """The same closed program with each `jax.checkpoint` region replaced by a plain call of its body."""
+    owner = jaxprs.opened(jaxpr)
+    eqns, changed = [], False
+    for e in owner.eqns:
+        programs: Mapping[Any, Any] = {
+            c.key: new
+            for c in jaxprs.calls(e)
+            if c.rewritable and (new := without_regions(c.jaxpr)) is not c.jaxpr
+        }
+        region = jaxprs.remat_region(e)
+        if region is not None and not region.differentiated:
+            e, changed = jaxprs.as_jit(e, programs.get(("jaxpr", None), region.jaxpr)), True
+        elif programs:
+            e, changed = e.replace(params=jaxprs.with_programs(e, programs)), True
+        eqns.append(e)
+    return jaxprs.replace_eqns(jaxpr, eqns) if changed else jaxpr
+
+
+def check_effects(jaxpr: Any) -> None:
+    """Refuses blocks whose recomputation would write twice.
+
+    Raises:
+      RematError: when the program writes to a mutable reference that it is given.
+    """
+    refuse_writes(jaxprs.writes(jaxpr))
+
+
+def refuse_writes(written: Sequence[str]) -> None:
+    """Raises a RematError if any mutable reference, given as text, is written to."""
+    if written:
+        raise RematError(
+            f"a rematerialized function writes to a mutable reference ({', '.join(written)}): recomputation would write "
+            "again. Return the value instead and write it outside, or leave this part without remat."
+        )

@@ -1,0 +1,285 @@
+"""Finding blocks: the regions of a program that can be rematerialized as one unit, and which to take.
+
+Candidates are module calls and marked functions (groups of equations under one mark), scan bodies and
+existing `jax.checkpoint` regions; where a program has none, segments between its narrow places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from remat_kit._trace import cost, jaxprs, marks
+from remat_kit._trace.jaxprs import CallKind, JaxprEqn, Var
+
+Site = tuple[tuple[int, tuple[str, int | None]], ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Candidate:
+    """A region that can be made a block.
+
+    Attributes:
+      kind: "module" (a module call or marked function), "scan" (its body), "checkpoint" (an existing
+        region), "segment" or "whole".
+      path: its name, unique in the program.
+      site: the program it stands in: from the root, the index of each equation and the key of its call.
+      outer: the equations of `site`.
+      owner: that program (open).
+      eqns: indices of its equations there; for a scan or a region the one equation.
+      marks: how many of the marks on its equations lead to it.
+      trips: how many times it runs for each run of `owner`: the length of a scan.
+      runs: how many times it runs in all, loops around it included.
+      parent: the candidate around it.
+    """
+
+    kind: str
+    path: str
+    site: Site
+    outer: tuple[JaxprEqn, ...]
+    owner: Any
+    eqns: tuple[int, ...]
+    marks: int = 0
+    trips: int = 1
+    runs: int = 1
+    parent: Candidate | None = None
+
+    @property
+    def depth(self) -> int:
+        return 0 if self.parent is None else self.parent.depth + 1
+
+    def ancestors(self) -> Iterable[Candidate]:
+        above = self.parent
+        while above is not None:
+            yield above
+            above = above.parent
+
+    def holds(self, chain: Sequence[JaxprEqn]) -> bool:
+        """Whether an equation lies in this region, given it and the calls around it, outermost first."""
+        n = len(self.outer)
+        if len(chain) <= n or any(a is not b for a, b in zip(chain, self.outer, strict=False)):
+            return False
+        return any(chain[n] is self.owner.eqns[i] for i in self.eqns)
+
+
+def find(jaxpr: Any) -> list[Candidate]:
+    """All candidates of a closed program, outer ones before those inside them."""
+    finder = _Finder()
+    finder.visit(_Where(jaxprs.opened(jaxpr)), (), None, False)
+    return finder.found
+
+
+class _Finder:
+    """Visits a program and the programs nested in it, collecting candidates."""
+
+    def __init__(self) -> None:
+        self.found: list[Candidate] = []
+        self.used: dict[str, int] = {}
+
+    def visit(self, where: _Where, prefix: tuple[str, ...], parent: Candidate | None, taken: bool) -> None:
+        """Visits one program. `taken`: whether the candidate around it bears the path `prefix` already."""
+        self.group(where, range(len(where.owner.eqns)), 0, prefix, parent, taken)
+
+    def group(
+        self, where: _Where, indices: Iterable[int], depth: int, prefix: tuple[str, ...], parent: Candidate | None, taken: bool
+    ) -> None:
+        """Visits equations of one program that share their first `depth` marks."""
+        eqns = where.owner.eqns
+        marked: dict[str, list[int]] = {}
+        order: list[int | str] = []
+        for i in indices:
+            called, _ = marks.split(jaxprs.scopes(eqns[i]))
+            if len(called) <= depth:
+                order.append(i)
+                continue
+            if called[depth] not in marked:
+                order.append(called[depth])
+            marked.setdefault(called[depth], []).append(i)
+        sole = sum(isinstance(x, int) and _is_block_eqn(eqns[x]) for x in order) == 1 and not taken
+        for item in order:
+            if isinstance(item, int):
+                self.eqn(where, item, depth, prefix, parent, sole)
+                continue
+            members = tuple(marked[item])
+            path = (*prefix, marks.name(item))
+            if self._is_one_block_eqn(eqns, members, depth + 1):
+                self.group(where, members, depth + 1, path, parent, False)
+            elif _reads_outside(where.owner, members):
+                c = self._add("module", path, where, members, depth + 1, 1, parent)
+                self.group(where, members, depth + 1, tuple(c.path.split("/")), c, True)
+
+    def eqn(
+        self, where: _Where, i: int, depth: int, prefix: tuple[str, ...], parent: Candidate | None, sole: bool
+    ) -> None:
+        eqn = where.owner.eqns[i]
+        for call in jaxprs.calls(eqn):
+            if not call.rewritable or call.key[0] == "cond_jaxpr":
+                continue
+            inside, path, taken = parent, prefix, False
+            if call.kind in (CallKind.SCAN, CallKind.REMAT):
+                kind = "scan" if call.kind is CallKind.SCAN else "checkpoint"
+                own = _only_mark(call.jaxpr)
+                if sole and prefix:
+                    path = prefix
+                elif own is None:
+                    path = (*prefix, "/".join(marks.split(jaxprs.scopes(eqn))[1]) or kind)
+                else:
+                    path = (*prefix, own)
+                inside = self._add(kind, path, where, (i,), depth, call.trips, parent)
+                path, taken = tuple(inside.path.split("/")), True
+                if own is not None and not (sole and prefix):
+                    deeper = where.into(i, call)
+                    self.group(deeper, range(len(deeper.owner.eqns)), 1, path, inside, True)
+                    continue
+            self.visit(where.into(i, call), path, inside, taken)
+
+    def _is_one_block_eqn(self, eqns: Sequence[JaxprEqn], members: Sequence[int], depth: int) -> bool:
+        """Whether a marked call is no more than one scan or region (and trifles), which then bears its path."""
+        if any(len(marks.split(jaxprs.scopes(eqns[i]))[0]) > depth for i in members):
+            return False
+        return sum(_is_block_eqn(eqns[i]) for i in members) == 1
+
+    def _add(
+        self, kind: str, path: tuple[str, ...], where: _Where, eqns: tuple[int, ...], depth: int, trips: int, parent: Any
+    ) -> Candidate:
+        text = "/".join(path)
+        if parent is None or parent.path != text:  # a region that fills the body of a scan shares its path
+            self.used[text] = k = self.used.get(text, 0) + 1
+            text = text if k == 1 else f"{text}#{k}"
+        c = Candidate(
+            kind, text, where.site, where.outer, where.owner, eqns, depth, trips, where.runs * trips, parent
+        )
+        self.found.append(c)
+        return c
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Where:
+    """The program being visited and the way to it."""
+
+    owner: Any
+    site: Site = ()
+    outer: tuple[JaxprEqn, ...] = ()
+    runs: int = 1
+
+    def into(self, i: int, call: jaxprs.Call) -> _Where:
+        eqn = self.owner.eqns[i]
+        return _Where(
+            jaxprs.opened(call.jaxpr), (*self.site, (i, call.key)), (*self.outer, eqn), self.runs * call.trips
+        )
+
+
+def _is_block_eqn(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "scan" or jaxprs.remat_region(eqn) is not None
+
+
+def _only_mark(jaxpr: Any) -> str | None:
+    """The name of the one call that a whole program is, if it is one: a scanned layer."""
+    called = [marks.split(jaxprs.scopes(e))[0][:1] for e in jaxprs.opened(jaxpr).eqns]
+    first = {c[0] for c in called if c}
+    most = sum(map(bool, called)) * 2 > len(called)
+    return marks.name(first.pop()) if len(first) == 1 and most else None
+
+
+def _reads_outside(owner: Any, members: Sequence[int]) -> bool:
+    """Whether equations read any value: constants that Flax hoists out of a scanned layer are no call of it."""
+    made = {v for i in members for v in owner.eqns[i].outvars}
+    read = {v for i in members for v in owner.eqns[i].invars if isinstance(v, Var)}
+    return bool(read - made - set(owner.constvars))
+
+
+# Choosing -----------------------------------------------------------------------------------------
+
+
+def choose(jaxpr: Any, candidates: Sequence[Candidate], kept: Sequence[tuple[Sequence[JaxprEqn], int]]) -> list[Candidate]:
+    """Chooses the blocks of a program whose user names none.
+
+    The outermost repeated level (layers) that holds most of the residual bytes; else segments between narrow
+    places; else the whole program as one block.
+
+    Args:
+      kept: for each residual of the program without any remat, the original equation it comes from with the
+        calls around it, and its bytes.
+    """
+    total = sum(b for _, b in kept)
+    held = {id(c): sum(b for chain, b in kept if c.holds(chain)) for c in candidates}
+    levels: dict[int, dict[Any, list[Candidate]]] = {}
+    for c in candidates:
+        key = (None if c.parent is None else id(c.parent), c.kind, _pattern(c.path))
+        levels.setdefault(c.depth, {}).setdefault(key, []).append(c)
+    for depth in sorted(levels):
+        repeated = [g for g in levels[depth].values() if sum(c.trips for c in g) > 1]
+        chosen = [c for g in repeated for c in g if held[id(c)]]
+        if total and 2 * sum(held[id(c)] for c in chosen) >= total:
+            order = {id(c): i for i, c in enumerate(candidates)}
+            return sorted(chosen, key=lambda c: order[id(c)])
+    return segments(jaxpr)
+
+
+def _pattern(path: str) -> str:
+    """A path without its numbers: layers of one kind have one pattern."""
+    return re.sub(r"#\d+", "", re.sub(r"\d+", "{}", re.sub(r"#\d+$", "", path)))
+
+
+def segments(jaxpr: Any, most: int | None = None) -> list[Candidate]:
+    """Cuts a program without layers at narrow places into about the square root of its matmuls' number.
+
+    The square root rule is that of Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
+    """
+    owner = jaxprs.opened(jaxpr)
+    site: Site = ()
+    outer: tuple[JaxprEqn, ...] = ()
+    while len(owner.eqns) == 1 and (inner := jaxprs.calls(owner.eqns[0])) and inner[0].kind is CallKind.JIT:
+        site, outer = (*site, (0, inner[0].key)), (*outer, owner.eqns[0])
+        owner = jaxprs.opened(inner[0].jaxpr)
+    n = len(owner.eqns)
+    flops = [cost.eqn_flops(e) for e in owner.eqns]
+    heavy = sum(map(cost.is_matmul, owner.eqns)) or sum(f * 5 >= max(flops, default=0) > 0 for f in flops)
+    wanted = math.isqrt(heavy) if most is None else most
+    if wanted < 2:
+        return [Candidate("whole", "whole", site, outer, owner, tuple(range(n)))] if n else []
+    live = _live_bytes(owner)
+    done, total, cuts = 0, sum(flops), []
+    sums = []
+    for f in flops:
+        done += f
+        sums.append(done)
+    for k in range(1, wanted):
+        ideal = k * total / wanted
+        slack = total / (2 * wanted)
+        near = [i for i in range(1, n) if abs(sums[i - 1] - ideal) <= slack and (not cuts or i > cuts[-1])]
+        if near:
+            cuts.append(min(near, key=lambda i: (live[i], abs(sums[i - 1] - ideal))))
+    bounds = [0, *cuts, n]
+    return [
+        Candidate("segment", f"segment_{k}", site, outer, owner, tuple(range(a, b)))
+        for k, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
+        if a < b
+    ]
+
+
+def _live_bytes(owner: Any) -> list[int]:
+    """Bytes of intermediates alive before each equation (and after the last)."""
+    n = len(owner.eqns)
+    last: dict[Var, int] = {}
+    for i, e in enumerate(owner.eqns):
+        for v in e.invars:
+            if isinstance(v, Var):
+                last[v] = i
+    for v in owner.outvars:
+        if isinstance(v, Var):
+            last[v] = n
+    change = [0] * (n + 2)
+    for i, e in enumerate(owner.eqns):
+        for v in e.outvars:
+            if v in last:
+                change[i + 1] += jaxprs.nbytes(v.aval)
+                change[last[v] + 1] -= jaxprs.nbytes(v.aval)
+    live, now = [], 0
+    for i in range(n + 1):
+        now += change[i]
+        live.append(now)
+    return live

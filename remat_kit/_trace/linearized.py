@@ -1,0 +1,78 @@
+"""The program that reverse mode runs forward: what `jax.vjp` computes and hands to its backward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from remat_kit._trace import jaxprs, provenance
+from remat_kit._trace.jaxprs import Literal
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Linearized:
+    """A differentiated program, forward and backward, with the numbers of `provenance` on its equations.
+
+    Attributes:
+      tagged: the original program, numbered.
+      forward: what `jax.vjp` runs, closed; its last outputs are what the backward pass is handed.
+      backward: the backward pass as a program of those outputs and the cotangents.
+      kept: for each distinct non-literal value handed over, its variable in `forward` and the indices of the
+        inputs of `backward` that read it.
+    """
+
+    tagged: provenance.Tagged
+    forward: Any
+    backward: Any
+    kept: tuple[tuple[Any, tuple[int, ...]], ...]
+
+
+def linearize(
+    jaxpr: Any, differentiated: Sequence[bool], outputs: Sequence[bool], *, without_remat: bool = False
+) -> Linearized:
+    """Differentiates a closed program in reverse mode, without running it.
+
+    Args:
+      differentiated: for each input, whether it is differentiated with respect to.
+      outputs: for each output, whether it is part of the result (the others are auxiliary).
+      without_remat: whether the program is taken without its `jax.checkpoint` regions.
+    """
+    tagged = provenance.tag(jaxpr, without_remat=without_remat)
+    evaluate = jax.extend.core.jaxpr_as_fun(tagged.jaxpr)
+    avals = [v.aval for v in jaxprs.opened(tagged.jaxpr).invars]
+
+    seen: list[Any] = []  # what a trace of `flat` cannot return: the pullback's structure, cotangent types
+
+    def flat(*args: Any) -> Sequence[Any]:
+        def fun(*diff: Any) -> Any:
+            it = iter(diff)
+            out = evaluate(*(next(it) if d else x for x, d in zip(args, differentiated, strict=True)))
+            return _select(out, outputs), _select(out, [not o for o in outputs])
+
+        primal, pullback, aux = jax.vjp(fun, *_select(args, differentiated), has_aux=True)
+        leaves, structure = jax.tree.flatten(pullback)
+        seen[:] = [structure, [jax.typeof(x) for x in primal], len(leaves)]
+        return [*primal, *aux, *leaves]
+
+    forward = jaxprs.trace(flat, avals)
+    structure, cotangents, count = seen
+    outvars = jaxprs.opened(forward).outvars
+    handed = outvars[len(outvars) - count :]
+
+    def pull(*xs: Any) -> Sequence[Any]:
+        pullback: Callable[..., Any] = jax.tree.unflatten(structure, xs[:count])
+        return jax.tree.leaves(pullback(list(xs[count:])))
+
+    backward = jaxprs.trace(pull, [*(v.aval for v in handed), *cotangents])
+    kept: dict[Any, list[int]] = {}
+    for i, v in enumerate(handed):
+        if not isinstance(v, Literal):
+            kept.setdefault(v, []).append(i)
+    return Linearized(tagged, forward, backward, tuple((v, tuple(i)) for v, i in kept.items()))
+
+
+def _select(items: Sequence[Any], which: Sequence[bool]) -> list[Any]:
+    return [x for x, w in zip(items, which, strict=True) if w]

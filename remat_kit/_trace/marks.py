@@ -1,0 +1,140 @@
+"""Marks: while the toolkit reads a program, calls of modules and marked functions leave their path on it.
+
+A mark is a `jax.named_scope` with a reserved prefix, relative to the mark around it, so that a cached
+inner `jax.jit` composes to the right path. Outside a reading nothing is marked and programs are unchanged.
+JAX's caches see a reading through a user context: a warm `jax.jit` is traced again for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+PREFIX = "rk:"  # one call of a module or a marked function
+_NUMBER = "@"
+BLOCK = "rk#"  # one block of a rewritten program
+
+_reading = jax.make_user_context(default_value=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One open mark: the module that is running (if one is), its absolute path, and the reading's counter."""
+
+    module: Any = None
+    path: tuple[str, ...] | None = None
+    count: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+
+
+_frames: contextvars.ContextVar[tuple[Frame, ...]] = contextvars.ContextVar("remat_kit_frames", default=())
+
+
+def reading() -> bool:
+    """Whether a program is being read in this thread."""
+    return bool(_frames.get())
+
+
+def frames() -> tuple[Frame, ...]:
+    """The open marks, outermost first; the first stands for the program itself."""
+    return _frames.get()
+
+
+@contextlib.contextmanager
+def read(modules: Sequence[Any] = ()) -> Iterator[None]:
+    """Marks module calls and marked functions in everything traced inside.
+
+    Args:
+      modules: the NNX modules that the program is given, from which paths start.
+    """
+    token = _frames.set((Frame(module=tuple(modules)),))
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_reading("read"))
+            if "flax.linen" in sys.modules:
+                from remat_kit import _linen_marks
+
+                stack.enter_context(_linen_marks.marking())
+            if "flax.nnx" in sys.modules:
+                from remat_kit import _nnx_marks
+
+                stack.enter_context(_nnx_marks.marking())
+            yield
+    finally:
+        _frames.reset(token)
+
+
+@contextlib.contextmanager
+def mark(name: str, module: Any = None, path: tuple[str, ...] | None = None) -> Iterator[None]:
+    """Marks what is traced inside as one call of `name`; does nothing outside a reading.
+
+    Args:
+      name: relative to the mark around it. Each call gets a number of its own, so that two calls of one name
+        can be told apart. An empty name only hides the scopes before it.
+      module: the module that is running, for the paths of its children.
+      path: its absolute path, where the framework knows one.
+    """
+    open_marks = _frames.get()
+    if not open_marks:
+        yield
+        return
+    above = open_marks[-1]
+    frame = Frame(module, above.path if path is None else path, above.count)
+    token = _frames.set((*open_marks, frame))
+    try:
+        with jax.named_scope(f"{PREFIX}{name}{_NUMBER}{next(above.count)}"):
+            yield
+    finally:
+        _frames.reset(token)
+
+
+@contextlib.contextmanager
+def given(modules: Sequence[Any]) -> Iterator[None]:
+    """Names the modules that paths start from, where they are put together only inside a reading."""
+    open_marks = _frames.get()
+    if not open_marks:
+        yield
+        return
+    token = _frames.set((*open_marks, dataclasses.replace(open_marks[-1], module=tuple(modules))))
+    try:
+        yield
+    finally:
+        _frames.reset(token)
+
+
+def split(scopes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Splits name scopes into the marks among them and the ordinary scopes after the last mark.
+
+    Scopes before a mark come from the framework on its way to the marked call; they say nothing more.
+    """
+    marks: list[str] = []
+    rest: list[str] = []
+    for s in scopes:
+        if s.startswith(PREFIX):
+            if not s.startswith(PREFIX + _NUMBER):
+                marks.append(s[len(PREFIX) :])
+            rest = []
+        elif "->" not in s:  # the subscripts of an einsum are not a place
+            rest.append(s)
+    return tuple(marks), tuple(rest)
+
+
+def name(mark: str) -> str:
+    """The name in a mark, without the number of the call."""
+    return mark.rsplit(_NUMBER, 1)[0]
+
+
+def unnumbered(scopes: Sequence[str]) -> tuple[str, ...]:
+    """Name scopes with the calls' numbers taken from the marks: the same for two calls of one module."""
+    return tuple(s.rsplit(_NUMBER, 1)[0] if s.startswith(PREFIX) else s for s in scopes)
+
+
+def unmarked(scopes: Sequence[str]) -> tuple[str, ...]:
+    """Name scopes without the marks among them."""
+    return tuple(s for s in scopes if not s.startswith(PREFIX))

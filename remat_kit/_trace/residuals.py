@@ -1,0 +1,289 @@
+"""Which values autodiff keeps: the linearized program read backwards, one `Residual` for each value kept.
+
+Exact by construction: the entries are the distinct values that `jax.vjp` hands to its backward pass, each
+traced through scans, branches, jit, remat, custom rules and shard_map to the equation that makes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from remat_kit._trace import cost, jaxprs
+from remat_kit._trace.jaxprs import CallKind, JaxprEqn, Literal, Var
+from remat_kit._trace.levels import VIEWS, Level, Source, trace_back
+from remat_kit._trace.linearized import Linearized
+from remat_kit._trace.report import Kind, Residual
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """A residual and where it was found, for those who ask more than a report shows."""
+
+    entry: Residual
+    source: Source
+
+
+def read(
+    lin: Linearized,
+    labels: Sequence[str],
+    *,
+    device_bytes: Mapping[int, int] | None = None,
+    hidden_names: frozenset[str] = frozenset(),
+    block_of: Callable[[tuple[int, ...]], str] | None = None,
+) -> list[Found]:
+    """Reads the residuals of a linearized program.
+
+    Args:
+      labels: a name for each input of the program.
+      device_bytes: bytes on one device, for inputs known to be sharded.
+      hidden_names: checkpoint names that the toolkit itself put in.
+      block_of: the block that an original equation (its chain of numbers) lies in.
+    """
+    root = Level(lin.forward)
+    back = Level(lin.backward)
+    sources = [(v, indices, trace_back(root, v)) for v, indices in lin.kept]
+    places: dict[tuple[int, Any], int] = {}
+    for number, (_, _, s) in enumerate(sources):
+        for level, var in s.points:
+            places.setdefault((id(level), var), number)
+    found = []
+    for number, (var, indices, s) in enumerate(sources):
+        tags = lin.tagged
+        aval = var.aval
+        kind = _kind(root, var, aval)
+        names, path, source, op, block = _describe(s, lin, hidden_names)
+        if block_of is not None and not block:
+            block = block_of(s.chain)
+        if s.kind == "carry":  # it belongs to the loop, which bears the block's path
+            path = path or block
+        total = jaxprs.nbytes(aval)
+        position = root.jaxpr.invars.index(s.var) if s.kind == "argument" and s.level is root else None
+        copy_of = ""
+        if kind in (Kind.ARGUMENT, Kind.CONSTANT):
+            op, flops = "input", None
+            path = "constant" if position is None else labels[position]
+            local = total if position is None else (device_bytes or {}).get(position, total)
+        else:
+            local = _local_bytes(aval, s)
+            flops = _recompute_flops(s, number, places)
+            if position is not None or s.kind == "constant":  # handed on as it is: a second copy at most
+                copy_of = "constant" if position is None else labels[position]
+        entry = Residual(
+            action=kind,
+            names=names,
+            op=op,
+            shape=tuple(getattr(aval, "shape", ())),
+            dtype=str(getattr(aval, "dtype", aval)),
+            bytes=local,
+            global_bytes=total,
+            trips=s.stacked,
+            block=block,
+            path=path,
+            source=source,
+            needed_by=_needed_by(back, indices, tags.origins),
+            alias_of=copy_of,
+            recompute_flops=flops,
+        )
+        found.append(Found(entry, s))
+    return _with_aliases(found, places)
+
+
+def _kind(root: Level, var: Any, aval: Any) -> Kind:
+    if var in root.jaxpr.constvars:
+        return Kind.CONSTANT
+    if var in root.jaxpr.invars:
+        return Kind.ARGUMENT
+    return Kind.OFFLOADED if jaxprs.on_host(aval) else Kind.SAVED
+
+
+def _describe(s: Source, lin: Linearized, hidden: frozenset[str]) -> tuple[tuple[str, ...], str, str, str, str]:
+    """Names, path, source line, operation and block of a value."""
+    chain, tagged = s.chain, lin.tagged
+    names = list(s.names)
+    op, source = s.kind, ""
+    if s.eqn is not None:
+        op = jaxprs.op_of(s.eqn)
+        source = _source(s.eqn)
+        if chain:
+            origin = tagged.origins[chain[-1]].eqn
+            source = _source(origin) or source
+            if jaxprs.op_of(origin) == op and s.index < len(origin.outvars):
+                names += tagged.names(chain, s.index)
+    elif s.kind == "carry" and s.level.call is not None:
+        # The value carried in is what the iteration before carried out.
+        i = s.level.jaxpr.invars.index(s.var) - s.level.call.num_consts
+        before = trace_back(s.level, s.level.jaxpr.outvars[i])
+        names += before.names
+        if before.eqn is not None:
+            source = _source(before.eqn)
+            if before.chain and jaxprs.op_of(o := tagged.origins[before.chain[-1]].eqn) == jaxprs.op_of(before.eqn):
+                names += tagged.names(before.chain, before.index) if before.index < len(o.outvars) else ()
+    kept = tuple(n for n in dict.fromkeys(names) if n not in hidden)
+    block = tagged.block(chain)
+    return kept, tagged.path(chain), source, op, block
+
+
+def _source(eqn: JaxprEqn) -> str:
+    file, line, function = jaxprs.source_line(eqn)
+    return f"{os.path.basename(file)}:{line} ({function})" if file else ""
+
+
+def _local_bytes(aval: Any, s: Source) -> int:
+    if s.shards != 1.0:
+        return int(jaxprs.nbytes(aval) / s.shards)
+    size = 1
+    for n in getattr(aval, "shape", ()):
+        size *= n
+    if not size or not hasattr(aval, "shape"):
+        return jaxprs.nbytes(aval)
+    local = 1
+    for n in jaxprs.shard_shape(aval):
+        local *= n
+    return jaxprs.nbytes(aval) * local // size
+
+
+# What recomputing costs ---------------------------------------------------------------------------
+
+
+def _recompute_flops(s: Source, number: int, places: Mapping[tuple[int, Any], int]) -> int:
+    """FLOPs to make a value again from what else is kept and the inputs of its loop body."""
+    if s.eqn is None:
+        # A carried value is made by one iteration; it cannot be had for less.
+        if s.kind != "carry" or s.level.call is None:
+            return 0
+        i = s.level.jaxpr.invars.index(s.var) - s.level.call.num_consts
+        start = s.level.jaxpr.outvars[i]
+    else:
+        start = s.var
+    if not isinstance(start, Var):
+        return 0
+    seen: set[tuple[int, Any]] = set()
+    todo: list[tuple[Level, Any]] = [(s.level, start)]
+    done: set[tuple[int, int]] = set()
+    flops = 0
+    while todo:
+        level, var = todo.pop()
+        if not isinstance(var, Var) or (id(level), var) in seen:
+            continue
+        seen.add((id(level), var))
+        if places.get((id(level), var), number) != number:
+            continue
+        made = level.producers.get(var)
+        if made is None:
+            todo.extend(_outer(level, var))
+            continue
+        eqn, index = made
+        inner = [c for c in level.children(eqn) if c.call is not None and _through(c.call.kind)]
+        if inner and index < len(inner[0].jaxpr.outvars):
+            todo.append((inner[0], inner[0].jaxpr.outvars[index]))
+            continue
+        if (id(level), id(eqn)) not in done:
+            done.add((id(level), id(eqn)))
+            flops += cost.eqn_flops(eqn) * level.trips
+        todo.extend((level, v) for v in eqn.invars)
+    return flops
+
+
+def _through(kind: CallKind) -> bool:
+    return kind in (CallKind.JIT, CallKind.REMAT, CallKind.CUSTOM, CallKind.SHARD_MAP)
+
+
+def _outer(level: Level, var: Var) -> list[tuple[Level, Any]]:
+    call = level.call
+    if call is None or level.parent is None or level.eqn is None or not _through(call.kind):
+        return []
+    if var not in level.jaxpr.invars:
+        return []
+    return [(level.parent, level.eqn.invars[call.operands[level.jaxpr.invars.index(var)]])]
+
+
+# Who needs it -------------------------------------------------------------------------------------
+
+
+def _needed_by(back: Level, indices: Sequence[int], origins: Sequence[Any]) -> tuple[str, ...]:
+    """The operations whose derivative rule reads a value, or whose recomputation starts from it."""
+    ops: dict[str, None] = {}
+    todo: list[tuple[Level, Any]] = [(back, back.jaxpr.invars[i]) for i in indices]
+    seen: set[tuple[int, Any]] = set()
+    while todo:
+        level, var = todo.pop(0)
+        if (id(level), var) in seen:
+            continue
+        seen.add((id(level), var))
+        for eqn in level.jaxpr.eqns:
+            positions = [i for i, v in enumerate(eqn.invars) if v is var]
+            if not positions:
+                continue
+            children = [c for c in level.children(eqn) if c.call is not None and c.call.kind is not CallKind.OPAQUE]
+            if children:
+                for c in children:
+                    todo += [
+                        (c, v)
+                        for v, o in zip(c.jaxpr.invars, c.call.operands, strict=False)  # type: ignore[union-attr]
+                        if o in positions
+                    ]
+            elif eqn.primitive.name in _PASSING:
+                todo += [(level, v) for v in eqn.outvars if _same_size(v, var)]
+            else:
+                chain = level.chain_of(eqn)
+                if chain:
+                    op = jaxprs.op_of(origins[chain[-1]].eqn)
+                    ops.setdefault(f"recompute({op})" if _recomputes(level, eqn) else op)
+    return tuple(ops)
+
+
+_PASSING = {"optimization_barrier", "reduce_precision", "device_put", "copy", "convert_element_type", *VIEWS}
+
+
+def _same_size(a: Any, b: Any) -> bool:
+    return getattr(a.aval, "size", None) == getattr(b.aval, "size", None)
+
+
+def _recomputes(level: Level, eqn: JaxprEqn) -> bool:
+    here: Level | None = level
+    scopes = jaxprs.scopes(eqn)
+    while True:
+        if "rematted_computation" in scopes:
+            return True
+        if here is None or here.eqn is None:
+            return False
+        scopes = jaxprs.scopes(here.eqn) if here.call is not None and here.call.kind is CallKind.REMAT else ()
+        here = here.parent
+
+
+# Aliases ------------------------------------------------------------------------------------------
+
+
+def _with_aliases(found: list[Found], places: Mapping[tuple[int, Any], int]) -> list[Found]:
+    """Flags entries that are a view (reshape, transpose, ...) of a value that is kept as well."""
+    roots: list[tuple[int, Any] | None] = []
+    for f in found:
+        roots.append(_view_of(f.source) if f.source.eqn is not None else None)
+    out = []
+    for number, (f, base) in enumerate(zip(found, roots, strict=True)):
+        of = places.get(base) if base is not None else None
+        if of is None or of == number:
+            # Two views of one value that is not kept itself: the second is an alias of the first.
+            twin = next((i for i in range(number) if base is not None and roots[i] == base), None)
+            of = twin if of is None else of
+        if of is None or of == number or f.entry.action is not Kind.SAVED or f.entry.alias_of:
+            out.append(f)
+            continue
+        out.append(Found(dataclasses.replace(f.entry, alias_of=found[of].entry.label), f.source))
+    return out
+
+
+def _view_of(s: Source) -> tuple[int, Any] | None:
+    """The place of the value that this one is a view of, if it is one of the same stacking."""
+    eqn, level, moved = s.eqn, s.level, False
+    while eqn is not None and eqn.primitive.name in VIEWS:
+        base = trace_back(level, eqn.invars[0])
+        if base.stacked != 1 or isinstance(base.var, Literal):
+            break
+        moved = True
+        eqn, level = base.eqn, base.level
+        place = (id(base.level), base.var)
+    return place if moved else None

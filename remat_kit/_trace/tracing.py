@@ -1,0 +1,79 @@
+"""From a function and its arguments, real or abstract, to a program. Nothing is allocated or run."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from remat_kit._errors import RematError
+from remat_kit._trace import marks
+from remat_kit._trace.inputs import SLOT, Result, Spec, split
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """A function traced at the types of its arguments.
+
+    Attributes:
+      jaxpr: the program, closed, on the dynamic leaves of ``(args, kwargs)``.
+      inputs: how the arguments were split.
+      outputs: how the result is put together from the program's outputs.
+      labels: for each input of the program, its path: ``"params['dense']['kernel']"``.
+      argnums: for each input, the position of its argument, or its keyword.
+    """
+
+    jaxpr: Any
+    inputs: Spec
+    outputs: Spec
+    labels: tuple[str, ...]
+    argnums: tuple[int | str, ...]
+
+
+def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    """Traces a function, with calls of modules and marked functions marked.
+
+    Args:
+      args, kwargs: arrays, `jax.ShapeDtypeStruct`s, numbers, or pytrees of these; other leaves are static.
+
+    Raises:
+      RematError: if `fun` is not callable.
+      Whatever the function itself raises.
+    """
+    if not callable(fun):
+        raise RematError(f"expected a function to trace, got {type(fun).__name__}: {fun!r:.80}")
+    leaves, spec = split((args, kwargs))
+
+    def flat(*xs: Any) -> Result:
+        a, k = spec.merge(xs)
+        with marks.read(modules=(a, k)):
+            return Result.of(fun(*a, **k))
+
+    jaxpr, out = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    labels, argnums = _labels(fun, args, kwargs, spec)
+    return Traced(jaxpr, spec, out.spec, labels, argnums)
+
+
+def _labels(fun: Any, args: Any, kwargs: Any, spec: Spec) -> tuple[tuple[str, ...], tuple[int | str, ...]]:
+    try:
+        names = [p.name for p in inspect.signature(fun).parameters.values() if p.kind in (0, 1)]
+    except (TypeError, ValueError):
+        names = []
+    paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    labels, argnums = [], []
+    for (path, _), static in zip(paths, spec.static, strict=True):
+        if static is not SLOT:
+            continue
+        where, rest = path[1], path[2:]
+        if path[0].idx == 0:
+            position = where.idx
+            argnums.append(position)
+            head = names[position] if position < len(names) else f"args[{position}]"
+        else:
+            argnums.append(where.key)
+            head = str(where.key)
+        labels.append(head + jax.tree_util.keystr(rest))
+    return tuple(labels), tuple(argnums)

@@ -1,0 +1,240 @@
+"""Random programs under random policies: the same values, the same gradients, and reports exact to the byte.
+
+``REMAT_KIT_EXAMPLES=2000`` searches longer than a usual run does.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from programs import Program, is_float, policies, programs
+from truth import Held, held
+
+import remat_kit as rk
+
+OLD_REMAT3 = jax.config.jax_remat3 and jax.__version_info__ < (0, 11)
+KEYS = ("block", "name", "op", "path", "source", "dtype", "action")
+
+
+def search(few: int, **strategies):
+    """A property test on `few` examples: always the same ones, unless a longer search is asked for."""
+    asked = int(os.environ.get("REMAT_KIT_EXAMPLES", "0"))
+    chosen = settings(
+        max_examples=asked or few,
+        derandomize=not asked,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    return lambda test: chosen(given(**strategies)(_quiet(test)))
+
+
+def _quiet(test):
+    @functools.wraps(test)
+    def run(**drawn):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", rk.RematWarning)  # rules that cannot help are told, and random ones often are
+            test(**drawn)
+        _forget()
+
+    return run
+
+
+_runs = 0
+
+
+def _forget():
+    """Empties JAX's caches now and then: every example compiles programs that no other one needs."""
+    global _runs
+    _runs += 1
+    if _runs % 100 == 0:
+        jax.clear_caches()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Compiles without optimizations: quicker, and rounding then differs little between two forms of one program."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+# Bytes --------------------------------------------------------------------------------------------
+
+
+def figures(report: rk.Residuals) -> Held:
+    return Held(
+        made=sum(e.bytes for e in report.entries if e.action in ("saved", "offloaded")),
+        arguments=report.argument_bytes,
+        constants=report.constant_bytes,
+    )
+
+
+def check_report(report: rk.Residuals, program: Program, fn, args) -> None:
+    """The report agrees with `jax.vjp` of `fn` and with itself, and can be shown."""
+    assert figures(report) == held(fn, *args, has_aux=program.aux)
+    made = report.total_bytes + report.alias_bytes + report.host_bytes
+    assert figures(report).made == made
+    for key in KEYS:
+        sums = report.by(key)
+        inputs = report.argument_bytes + report.constant_bytes if key == "action" else 0
+        assert sum(sums.values()) == made - report.alias_bytes + inputs
+        assert list(sums.values()) == sorted(sums.values(), reverse=True)
+    assert sum(g.bytes for g in report.groups()) == made + report.argument_bytes + report.constant_bytes
+    for e in report.entries:
+        assert e.bytes == e.global_bytes >= 0 and e.trips >= 1 and (e.recompute_flops or 0) >= 0
+        assert (e.recompute_flops is None) == (e.action in ("argument", "constant"))
+    assert report.diff(report).bytes == 0 and not report.diff(report).gone
+    assert str(report) and report._repr_html_() and report.to_dict()["total_bytes"] == report.total_bytes
+
+
+def abstract(args):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+
+
+def applied(program: Program, policy):
+    """The function with a policy applied, or None where the policy names what the program does not have."""
+    fn, args = program.fn, program.args()
+    try:
+        rk.residuals(fn, *args, policy=policy, has_aux=program.aux)
+    except rk.RematError as e:
+        assert "named" in str(e)
+        with pytest.raises(rk.RematError, match="named"):
+            jax.eval_shape(rk.apply(fn, policy), *args)
+        return None
+    return rk.apply(fn, policy)
+
+
+@search(25, program=programs())
+def test_report_as_written(program):
+    fn, args = program.fn, program.args()
+    report = rk.residuals(fn, *args, has_aux=program.aux)
+    check_report(report, program, fn, args)
+    assert rk.residuals(fn, *abstract(args), has_aux=program.aux) == report
+
+
+@search(40, program=programs(), policy=policies(offload=not OLD_REMAT3))
+def test_report_of_policy(program, policy):
+    fn, args = program.fn, program.args()
+    new = applied(program, policy)
+    if new is not None:
+        check_report(rk.residuals(fn, *args, policy=policy, has_aux=program.aux), program, new, args)
+
+
+def blocks_of(program: Program, text: str, choices: tuple[int, ...]) -> dict[str, str]:
+    """Policies for some blocks of a program, by their paths or by a glob."""
+    paths = [b.path for b in rk.trace(program.fn, *program.args()).blocks]
+    chosen = dict.fromkeys(paths[n % len(paths)] for n in choices)
+    globs = {path: text if i % 2 == 0 else "none" for i, path in enumerate(chosen)}
+    return {"**": text} if not globs or choices[0] == 0 else globs
+
+
+CHOICES = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
+
+
+@search(40, program=programs(), policy=policies(offload=not OLD_REMAT3), choices=CHOICES)
+def test_report_of_policies_by_block(program, policy, choices):
+    fn, args = program.fn, program.args()
+    by_block = blocks_of(program, policy, choices)
+    new = applied(program, by_block)
+    if new is not None:
+        check_report(rk.residuals(fn, *args, policy=by_block, has_aux=program.aux), program, new, args)
+
+
+@search(25, program=programs(), policy=policies(offload=not OLD_REMAT3))
+def test_report_of_remat(program, policy):
+    fn, args = rk.remat(program.fn, policy=policy), program.args()
+    try:
+        report = rk.residuals(fn, *args, has_aux=program.aux)
+    except rk.RematError as e:
+        assert "named" in str(e)
+        return
+    check_report(report, program, fn, args)
+
+
+# Values and gradients -------------------------------------------------------------------------------
+
+
+def same(a, b) -> None:
+    """Two results agree leaf by leaf, as far as the rounding of their types allows."""
+    xs, ys = jax.tree.leaves(a), jax.tree.leaves(b)
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(xs, ys, strict=True):
+        if isinstance(x, str):
+            assert x == y
+            continue
+        x, y = jnp.asarray(x), jnp.asarray(y)
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        if not is_float(x):
+            bits = jax.random.key_data if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.asarray
+            np.testing.assert_array_equal(bits(x), bits(y))
+            continue
+        rounding = 3e-2 if x.dtype == jnp.bfloat16 else 1e-3
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        if np.all(np.isfinite(x)):
+            np.testing.assert_allclose(x, y, rtol=rounding, atol=rounding * max(1.0, float(np.max(np.abs(x), initial=0))))
+
+
+def gradient(program: Program, fn):
+    return jax.value_and_grad(fn, has_aux=program.aux)
+
+
+def check_same(program: Program, new, way: str) -> None:
+    fn, args = program.fn, program.args()
+    if way == "eager":
+        same(fn(*args), new(*args))
+        same(gradient(program, fn)(*args), gradient(program, new)(*args))
+    elif way == "jit":
+        same(jax.jit(gradient(program, fn))(*args), jax.jit(gradient(program, new))(*args))
+    elif way == "vmap":
+        batch = (args[0], jnp.stack([args[1], 0.5 * args[1]]), *args[2:])
+        each = (None, 0, None, None)
+
+        def results(f):
+            return jax.vmap(lambda *xs: [x for x in jax.tree.leaves(gradient(program, f)(*xs)) if hasattr(x, "dtype")], each)
+
+        same(results(fn)(*batch), results(new)(*batch))
+    else:
+
+        def twice(f):
+            first = lambda p, *xs: jax.tree.leaves(f(p, *xs))[0]  # noqa: E731
+            return jax.grad(lambda p, *xs: sum(jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(jax.grad(first)(p, *xs))))
+
+        same(twice(fn)(*args), twice(new)(*args))
+
+
+WAYS = st.sampled_from(["eager", "jit", "jit"] + ([] if OLD_REMAT3 else ["vmap"]))
+
+
+@search(25, program=programs(), policy=policies(offload=False), way=WAYS)
+def test_apply_changes_nothing(program, policy, way):
+    new = applied(program, policy)
+    if new is not None:
+        check_same(program, new, way)
+
+
+@search(15, program=programs(), policy=policies(offload=False), choices=CHOICES, way=WAYS)
+def test_apply_by_block_changes_nothing(program, policy, choices, way):
+    new = applied(program, blocks_of(program, policy, choices))
+    if new is not None:
+        check_same(program, new, way)
+
+
+@search(15, program=programs(), policy=policies(offload=False), way=WAYS)
+def test_remat_changes_nothing(program, policy, way):
+    new = rk.remat(program.fn, policy=policy)
+    try:
+        jax.eval_shape(new, *program.args())
+    except rk.RematError as e:
+        assert "named" in str(e)
+        return
+    check_same(program, new, way)
