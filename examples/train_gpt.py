@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -35,12 +36,12 @@ class Config:
     length: int = 64
     batch: int = 32
     dropout: float = 0.05
-    steps: int = 800
+    steps: int = 600
     learning_rate: float = 3e-3
     sample: int = 300
 
 
-SMALL = Config(layers=2, width=32, heads=2, length=32, batch=16, steps=60, learning_rate=1e-2, sample=60)
+SMALL = Config(layers=2, width=64, heads=2, length=32, batch=16, steps=150, learning_rate=5e-3, sample=60)
 
 
 class Block(nn.Module):
@@ -113,88 +114,88 @@ class Run:
     sample: str
 
 
-class Task:
-    """Text, model and optimizer; each call of `train` differs in the policy alone."""
+def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-    def __init__(self, config: Config, seed: int) -> None:
-        self.config, model = config, GPT(config)
-        self.init_key, self.dropout_key, self.sample_key = jax.random.split(jax.random.key(seed), 3)
-        text, self.val_text = texts()
-        starts = np.random.default_rng(seed).integers(0, len(text) - config.length - 1, (config.steps, config.batch))
-        self.batches = [windows(text, s, config.length) for s in starts]
-        peak = config.learning_rate
-        schedule = optax.warmup_cosine_decay_schedule(0.0, peak, config.steps // 10, config.steps, peak / 20)
-        self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
 
-        # Remat is for training. The same parameters serve the model without it.
-        def write(params: Any, context: jax.Array, key: jax.Array) -> jax.Array:
-            def character(context: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-                logits = model.apply({"params": params}, context[None])[0, -1]
-                new = jax.random.categorical(key, logits / 0.7)
-                return jnp.append(context[1:], new), new
+# Remat is for training: these take the model without it, and the parameters of either.
 
-            return jax.lax.scan(character, context, jax.random.split(key, config.sample))[1]
 
-        self.init, self.predict, self.write = jax.jit(model.init), jax.jit(model.apply), jax.jit(write)
+@partial(jax.jit, static_argnums=0)
+def initialize(config: Config, key: jax.Array) -> Any:
+    return GPT(config).init(key, jnp.zeros((1, config.length), jnp.int32))["params"]
 
-    def train(self, policy: str | None) -> Run:
-        model, steps = GPT(self.config, policy), self.config.steps
 
-        def loss(params: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
-            logits = model.apply({"params": params}, tokens[:, :-1], rngs={"dropout": key})
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+@partial(jax.jit, static_argnums=0)
+def evaluate(config: Config, params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the loss in nats, and how often the likeliest next character was right."""
+    logits = GPT(config).apply({"params": params}, tokens[:, :-1])
+    return cross_entropy(logits, tokens), (logits.argmax(-1) == tokens[:, 1:]).mean()
 
-        def step(params: Any, state: Any, tokens: jax.Array, key: jax.Array) -> tuple[Any, Any, jax.Array]:
-            value, grads = jax.value_and_grad(loss)(params, tokens, key)
-            updates, state = self.optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, value
 
-        params = self.init(self.init_key, self.batches[0][:, :-1])["params"]
-        state = self.optimizer.init(params)
-        print(f"\n--- {'without remat_kit' if policy is None else f'with policy {policy}'}\n")
-        report = rk.residuals(loss, params, self.batches[0], self.dropout_key)
-        report.print(top=8)
-        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, self.batches[0], self.dropout_key).compile()
-        m = compiled.memory_analysis()
+@partial(jax.jit, static_argnums=0)
+def write(config: Config, params: Any, context: jax.Array, key: jax.Array) -> jax.Array:
+    """Returns characters that the model writes after a context of ``[length]`` tokens."""
 
-        losses, seconds = [], []
-        for i, batch in enumerate(self.batches):
-            begin = time.perf_counter()
-            params, state, value = compiled(params, state, batch, jax.random.fold_in(self.dropout_key, i))
-            losses.append(float(value))
-            seconds.append(time.perf_counter() - begin)
-            if i % (steps // 5) == 0 or i == steps - 1:
-                print(f"step {i:4}  loss {losses[-1]:.3f}")
+    def character(context: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = GPT(config).apply({"params": params}, context[None])[0, -1]
+        new = jax.random.categorical(key, logits / 0.7)
+        return jnp.append(context[1:], new), new
 
-        val_loss, val_accuracy = self.validate(params)
-        prompt = self.val_text[: self.config.length].astype(np.int32)
-        return Run(
-            losses=np.array(losses),
-            val_loss=val_loss,
-            val_accuracy=val_accuracy,
-            residual_bytes=report.total_bytes,
-            temp_bytes=m.temp_size_in_bytes,
-            total_bytes=m.temp_size_in_bytes
-            + m.argument_size_in_bytes
-            + m.output_size_in_bytes
-            - m.alias_size_in_bytes,
-            step_ms=1e3 * float(np.median(seconds)),
-            sample=bytes(np.asarray(self.write(params, prompt, self.sample_key), np.uint8)).decode("ascii"),
-        )
+    return jax.lax.scan(character, context, jax.random.split(key, config.sample))[1]
 
-    def validate(self, params: Any) -> tuple[float, float]:
-        """Loss (nats) and accuracy on at most 40 batches spread over the validation text."""
-        c = self.config
-        starts = np.linspace(0, len(self.val_text) - c.length - 1, 40 * c.batch, dtype=int).reshape(40, c.batch)
-        losses, right = [], []
-        for s in starts:
-            tokens = windows(self.val_text, s, c.length)
-            logits = np.asarray(self.predict({"params": params}, tokens[:, :-1]))
-            shifted = logits - logits.max(-1, keepdims=True)
-            scores = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-            losses.append(-np.take_along_axis(scores, tokens[:, 1:, None], -1).mean())
-            right.append((logits.argmax(-1) == tokens[:, 1:]).mean())
-        return float(np.mean(losses)), float(np.mean(right))
+
+def train(config: Config, policy: str | None, seed: int) -> Run:
+    """Trains one model; everything but the policy is the same from one call to the next."""
+    model = GPT(config, policy)
+    peak = config.learning_rate
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, config.steps // 10, config.steps, peak / 20)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
+
+    def loss(params: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
+        return cross_entropy(model.apply({"params": params}, tokens[:, :-1], rngs={"dropout": key}), tokens)
+
+    def step(params: Any, state: Any, tokens: jax.Array, key: jax.Array) -> tuple[Any, Any, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(params, tokens, key)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    text, val_text = texts()
+    starts = np.random.default_rng(seed).integers(0, len(text) - config.length, (config.steps, config.batch))
+    init_key, dropout_key, sample_key = jax.random.split(jax.random.key(seed), 3)
+    params = initialize(config, init_key)
+    state = optimizer.init(params)
+    first = windows(text, starts[0], config.length)
+
+    print(f"\n--- {'without remat_kit' if policy is None else f'with policy {policy}'}\n")
+    report = rk.residuals(loss, params, first, dropout_key)
+    report.print(top=8)
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, first, dropout_key).compile()
+    m = compiled.memory_analysis()
+
+    losses, seconds = [], []
+    for i in range(config.steps):
+        begin = time.perf_counter()
+        batch, key = windows(text, starts[i], config.length), jax.random.fold_in(dropout_key, i)
+        params, state, value = compiled(params, state, batch, key)
+        losses.append(float(value))
+        seconds.append(time.perf_counter() - begin)
+        if i % (config.steps // 5) == 0 or i == config.steps - 1:
+            print(f"step {i:4}  loss {losses[-1]:.3f}")
+
+    spread = np.linspace(0, len(val_text) - config.length - 1, 40 * config.batch, dtype=int).reshape(40, -1)
+    val = np.mean([evaluate(config, params, windows(val_text, s, config.length)) for s in spread], axis=0)
+    written = write(config, params, val_text[: config.length].astype(np.int32), sample_key)
+    return Run(
+        losses=np.array(losses),
+        val_loss=float(val[0]),
+        val_accuracy=float(val[1]),
+        residual_bytes=report.total_bytes,
+        temp_bytes=m.temp_size_in_bytes,
+        total_bytes=m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes,
+        step_ms=1e3 * float(np.median(seconds)),
+        sample=bytes(np.asarray(written, np.uint8)).decode("ascii"),
+    )
 
 
 def main(argv: list[str] | None = None) -> tuple[Run, Run]:
@@ -209,8 +210,7 @@ def main(argv: list[str] | None = None) -> tuple[Run, Run]:
     if args.steps is not None:
         config = replace(config, steps=max(10, args.steps))
 
-    task = Task(config, args.seed)
-    plain, remat = task.train(None), task.train(args.policy)
+    plain, remat = train(config, None, args.seed), train(config, args.policy, args.seed)
 
     def row(title: str, form: str, *values: float) -> None:
         print(f"{title:38}" + "".join(f"{format(v, form):>16}" for v in values))

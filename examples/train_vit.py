@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -31,12 +33,12 @@ class Config:
     layers: int = 6
     width: int = 64
     heads: int = 4
-    batch: int = 128
-    steps: int = 400
-    learning_rate: float = 2e-3
+    batch: int = 64
+    steps: int = 300
+    learning_rate: float = 1e-3
 
 
-SMALL = Config(layers=3, width=32, heads=2, batch=64, steps=60, learning_rate=5e-3)
+SMALL = Config(layers=2, width=32, heads=2, batch=64, steps=100, learning_rate=1e-2)
 
 
 class Block(nn.Module):
@@ -59,7 +61,7 @@ class ViT(nn.Module):
         c = self.config
         x = nn.Conv(c.width, (2, 2), strides=2, name="patches")(images[..., None])
         x = x.reshape(x.shape[0], 16, c.width)
-        x = x + self.param("positions", nn.initializers.normal(0.02), (16, c.width))
+        x = x + self.param("positions", nn.initializers.normal(0.5), (16, c.width))
         for i in range(c.layers):
             x = Block(c.heads, name=f"layers_{i}")(x)
         return nn.Dense(10, name="head")(nn.LayerNorm()(x).mean(1))
@@ -100,24 +102,40 @@ class Digits:
         data = load_digits()
         images, labels = (data.images / 8 - 1).astype(np.float32), data.target.astype(np.int32)
         x, x_rest, y, y_rest = train_test_split(images, labels, test_size=0.3, random_state=seed, stratify=labels)
-        x_val, x_test, y_val, y_test = train_test_split(x_rest, y_rest, test_size=0.5, random_state=seed, stratify=y_rest)
+        half = {"test_size": 0.5, "random_state": seed, "stratify": y_rest}
+        x_val, x_test, y_val, y_test = train_test_split(x_rest, y_rest, **half)
         return cls((x, y), (x_val, y_val), (x_test, y_test))
+
+    def batches(self, config: Config, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields training batches, drawn with replacement."""
+        images, labels = self.train
+        random = np.random.default_rng(seed)
+        for _ in range(config.steps):
+            i = random.integers(0, len(images), config.batch)
+            yield images[i], labels[i]
+
+
+@partial(jax.jit, static_argnums=0)
+def initialize(config: Config, key: jax.Array) -> Any:
+    return ViT(config).init(key, jnp.zeros((1, 8, 8)))
+
+
+@partial(jax.jit, static_argnums=0)
+def predict(config: Config, params: Any, images: jax.Array) -> jax.Array:
+    return ViT(config).apply(params, images).argmax(-1)
 
 
 def train(config: Config, digits: Digits, policy: str | None, seed: int) -> Run:
     """Trains one model; everything but the policy is the same from one call to the next."""
-    model = ViT(config)
-    predict = jax.jit(model.apply)
 
     def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
-        logits = model.apply(params, images)
+        logits = ViT(config).apply(params, images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     trained = loss if policy is None else rk.apply(loss, policy)  # all that remat_kit adds
 
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, config.learning_rate, config.steps // 10, config.steps, config.learning_rate / 20
-    )
+    peak = config.learning_rate
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, config.steps // 10, config.steps, peak / 20)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.05))
 
     def step(params: Any, state: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, Any, jax.Array]:
@@ -126,13 +144,11 @@ def train(config: Config, digits: Digits, policy: str | None, seed: int) -> Run:
         return optax.apply_updates(params, updates), state, value
 
     def accuracy(params: Any, part: tuple[np.ndarray, np.ndarray]) -> float:
-        return float((np.asarray(predict(params, part[0])).argmax(-1) == part[1]).mean())
+        return float((np.asarray(predict(config, params, part[0])) == part[1]).mean())
 
-    images, labels = digits.train
-    rows = np.random.default_rng(seed).integers(0, len(images), (config.steps, config.batch))
-    params = jax.jit(model.init)(jax.random.key(seed), images[:1])
+    params = initialize(config, jax.random.key(seed))
     state = optimizer.init(params)
-    first = (images[rows[0]], labels[rows[0]])
+    first = next(digits.batches(config, seed))
 
     print(f"\n--- {'without remat_kit' if policy is None else f'with policy {policy}'}\n")
     report = rk.residuals(loss, params, *first, policy=policy)
@@ -141,9 +157,9 @@ def train(config: Config, digits: Digits, policy: str | None, seed: int) -> Run:
     m = compiled.memory_analysis()
 
     losses, seconds = [], []
-    for i, r in enumerate(rows):
+    for i, batch in enumerate(digits.batches(config, seed)):
         begin = time.perf_counter()
-        params, state, value = compiled(params, state, images[r], labels[r])
+        params, state, value = compiled(params, state, *batch)
         losses.append(float(value))
         seconds.append(time.perf_counter() - begin)
         if i % (config.steps // 5) == 0 or i == config.steps - 1:
@@ -188,6 +204,8 @@ def main(argv: list[str] | None = None) -> tuple[Run, Run]:
     row("validation accuracy", ".1%", plain.val_accuracy, remat.val_accuracy)
     row("test accuracy", ".1%", plain.test_accuracy, remat.test_accuracy)
     print(f"largest difference of the loss curves: {np.abs(plain.losses - remat.losses).max():.1e}")
+    if remat.temp_bytes >= plain.temp_bytes:
+        print("XLA merged the recomputation with the forward pass: on CPUs, jaxlib 0.10.2 does so outside of loops.")
     np.testing.assert_allclose(plain.losses, remat.losses, rtol=1e-2, atol=1e-3)
     return plain, remat
 

@@ -9,6 +9,7 @@ from remat_kit._apply import apply as apply
 from remat_kit._errors import RematError as RematError
 from remat_kit._errors import RematWarning as RematWarning
 from remat_kit._errors import UnknownPolicyError as UnknownPolicyError
+from remat_kit._override import override as override
 from remat_kit._policy import Action as Action
 from remat_kit._policy import Policy as Policy
 from remat_kit._policy import Rule as Rule
@@ -21,12 +22,13 @@ from remat_kit._presets import presets as presets
 from remat_kit._presets import register as register
 from remat_kit._reports import residuals as residuals
 from remat_kit._reports import trace as trace
+from remat_kit._trace.program import Block as Block
 from remat_kit._trace.program import Program as Program
+from remat_kit._trace.program import Value as Value
 from remat_kit._trace.report import Residual as Residual
 from remat_kit._trace.report import Residuals as Residuals
 from remat_kit._trace.report import ResidualsDiff as ResidualsDiff
 from remat_kit._wrap import checkpoint as checkpoint
-from remat_kit._wrap import override as override
 from remat_kit._wrap import remat as remat
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 

@@ -11,6 +11,10 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
+from remat_kit._errors import RematError
+
 
 def _same(out: Any) -> Any:
     return out
@@ -34,6 +38,31 @@ class Call:
     result: Callable[[Any], Any] = _same
     finish: Callable[[Any], Any] = _same
     trainable: tuple[bool, ...] | None = None
+
+
+def refuse_modules(name: str, tree: Any) -> None:
+    """Refuses Flax modules that would lose state in a plain rematerialized function.
+
+    Raises:
+      RematError: for an NNX module, or a Linen module that is bound to variables, in the pytree.
+    """
+    if "flax.nnx" in sys.modules:
+        from remat_kit import _nnx_state
+
+        for found in _nnx_state.modules(tree):
+            raise RematError(
+                f"{name} is given the NNX module {type(found).__name__}: what it changes there inside rk.remat would "
+                "be lost. Use rk.nnx.remat."
+            )
+    if "flax.linen" in sys.modules:
+        from flax import linen
+
+        for leaf in jax.tree.leaves(tree):
+            if isinstance(leaf, linen.Module) and leaf.scope is not None:
+                raise RematError(
+                    f"{name} is given the bound Linen module {type(leaf).__name__}: its variables would leak out of "
+                    "rk.remat. Use rk.linen.remat."
+                )
 
 
 @contextlib.contextmanager

@@ -82,7 +82,7 @@ def select(traced: tracing.Traced, rules: Rules) -> Chosen:
             shown = ", ".join(dict.fromkeys(paths)) or "none"
             raise RematError(
                 f"no block of the program matches {unmatched[0]!r}. Its blocks: {shown[:600]}."
-                + near_matches(unmatched[0], paths)
+                + near_matches(str(unmatched[0]), paths)
             )
         inside: set[int] = set()
         for c in candidates:  # outer ones first: a block inside a chosen one goes with it
@@ -99,7 +99,9 @@ def select(traced: tracing.Traced, rules: Rules) -> Chosen:
         for c in candidates
         if c.kind == "checkpoint" and (id(c) in around or any(id(a) in mine for a in c.ancestors())) and id(c) not in mine
     ]
-    replaced = [c.path for c, _ in taken if c.kind == "checkpoint"]
+    chosen_paths = {c.path for c, _ in taken}  # a region that fills the body of a chosen scan shares its path
+    replaced = [c.path for c, _ in taken if c.kind == "checkpoint"] + [p for p in removed if p in chosen_paths]
+    removed = [p for p in removed if p not in chosen_paths]
     return Chosen(Choice(tuple(taken)), tuple(dict.fromkeys(removed)), tuple(dict.fromkeys(replaced)))
 
 
@@ -114,9 +116,17 @@ def check_names(jaxpr: Any, policies: Iterable[Policy]) -> None:
     asked = [p for p in policies if p.name_globs]
     if not asked:
         return
-    have = jaxprs.names_in(jaxpr)
+    have = inside = jaxprs.names_in(jaxpr, forward_rules=True)
+    if jaxprs.remat3():
+        have = jaxprs.names_in(jaxpr)
     for p in asked:
         missing = unmatched_names(p, have)
+        if missing and any(matches(missing[0], n) for n in inside - have):
+            raise RematError(
+                f"policy {p.name or str(p)[:200]!r}: the name {missing[0]!r} is given inside the forward rule of a "
+                "custom_vjp function, where jax_remat3 ignores names. Name a value outside the rule, or use the classic "
+                "implementation (jax.config.update('jax_remat3', False))."
+            )
         if missing:
             listed = ", ".join(repr(n) for n in sorted(have)) or "none (name values with rk.checkpoint_name)"
             raise RematError(
@@ -181,6 +191,7 @@ def _program(call: _adapters.Call, rules: Rules, cache: dict[Any, Any]) -> tuple
         return leaves, *cache[key]
     traced = tracing.trace(call.fun, call.args, call.kwargs)
     program, _ = rewritten(traced, rules)
-    if not any(jaxprs.is_tracer(c) for c in jaxprs.constants(program)):
+    lasting = spec.reusable and traced.outputs.reusable
+    if lasting and not any(jaxprs.is_tracer(c) for c in jaxprs.constants(program)):
         cache[key] = (traced, program)
     return leaves, traced, program

@@ -15,8 +15,10 @@ import jax
 import numpy as np
 
 from remat_kit._errors import near_matches
+from remat_kit._static_args import ArgumentError
 from remat_kit._trace import jaxprs
-from remat_kit._trace.inputs import ArgumentError, Static
+from remat_kit._trace.inputs import Static
+from remat_kit._trace.inputs import unseal as unseal
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -42,11 +44,6 @@ def split_arrays(tree: Any) -> tuple[dict[int, Any], Callable[[Mapping[int, Any]
 def seal(tree: Any) -> Any:
     """Keeps the leaves of a region's result that are no arrays from being traced; `unseal` undoes it outside."""
     return jax.tree.map(lambda leaf: leaf if is_array(leaf) else Static(leaf), tree)
-
-
-def unseal(tree: Any) -> Any:
-    """Undoes `seal`, whether or not remat has been in between."""
-    return jax.tree.map(lambda leaf: leaf.value if isinstance(leaf, Static) else leaf, tree)
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,8 @@ class DeclaredStatic:
                     raise ArgumentError(
                         f"{self.owner}: {name!r} is declared static, but this call passes an array for it"
                         f" ({leaf.dtype}{list(leaf.shape)}). Static arguments are Python values such as True or 'mean';"
-                        f" leave arrays out of static_argnames and static_argnums (which counts the caller's arguments from 0)."
+                        f" leave arrays out of static_argnames and of static_argnums, which counts from the caller's"
+                        f" first argument."
                     )
 
 

@@ -31,10 +31,17 @@ _covered: contextvars.ContextVar[frozenset] = contextvars.ContextVar("covered", 
 _uncovered: contextvars.ContextVar[frozenset] = contextvars.ContextVar("uncovered", default=frozenset())
 
 
-def cover_method(fn: Callable, lift: Lift, static: DeclaredStatic) -> Callable:
+def cover_method(fn: Callable, lift: Lift, static: DeclaredStatic, *, in_init: bool = False) -> Callable:
     """Makes a method, or a function whose first argument is a bound module, run through ``lift``.
 
     A covered method that is called from another one of the same module is part of its region: it is not lifted again.
+
+    Args:
+        fn: the method or function.
+        lift: the lifted transform of its scope function.
+        static: its declared static arguments.
+        in_init: whether it is lifted in ``init`` too. Remat need not be: nobody differentiates that, and left alone it
+            gives the same initial values to the last bit.
     """
     managed = wrap_method_once(fn)
 
@@ -59,6 +66,8 @@ def cover_method(fn: Callable, lift: Lift, static: DeclaredStatic) -> Callable:
         if self.scope is None or _key(self) in _covered.get():
             return managed(self, *args, **kwargs)
         static.check(args, kwargs)
+        if self.is_initializing() and not in_init:
+            return region(self, *args, **kwargs)
         return lifted(self, *args, **kwargs)
 
     vars(covered)["__rk_original__"] = fn
@@ -66,7 +75,13 @@ def cover_method(fn: Callable, lift: Lift, static: DeclaredStatic) -> Callable:
 
 
 def cover_class(
-    cls: type[nn.Module], lifts: Mapping[str, Lift], static: Mapping[str, DeclaredStatic], name: str, what: str
+    cls: type[nn.Module],
+    lifts: Mapping[str, Lift],
+    static: Mapping[str, DeclaredStatic],
+    *,
+    name: str,
+    what: str,
+    in_init: bool = False,
 ) -> type[nn.Module]:
     """Makes a subclass whose methods in ``lifts`` are covered; its other public methods warn when called directly.
 
@@ -76,6 +91,7 @@ def cover_class(
         static: ``Class.method`` -> its declared static arguments.
         name: the subclass's name, which automatic module names are made of.
         what: how warnings call the transform.
+        in_init: as in `cover_method`.
     """
     namespace: dict[str, Any] = {
         "__module__": cls.__module__,
@@ -85,12 +101,13 @@ def cover_class(
         **{key: getattr(cls, key) for key in ("__init__", "__eq__", "__hash__")},
     }
     for method, lift in lifts.items():
-        covered = cover_method(original_of(getattr(cls, method)), lift, static[f"{cls.__name__}.{method}"])
+        original = original_of(getattr(cls, method))
+        covered = cover_method(original, lift, static[f"{cls.__name__}.{method}"], in_init=in_init)
         vars(covered).pop("compact", None)  # Linen counts the compact methods of a class; the original keeps its mark
         namespace[method] = covered
     for method in sorted(_public_methods(cls) - set(lifts)):
         namespace[method] = _watched(cls.__name__, method, getattr(cls, method), tuple(lifts), what)
-    return type(cls)(name, (cls,), namespace)
+    return types.new_class(name, (cls,), exec_body=lambda body: body.update(namespace))
 
 
 def original_of(fn: Callable) -> Callable:

@@ -52,8 +52,8 @@ class ScanOptions:
 def lift_remat(fn: Callable, options: RematOptions) -> Callable:
     """Makes ``fn(scopes, *args, **kwargs)`` rematerialize what it computes.
 
-    Leaves of the arguments, of the variables and of the results that are no arrays stay Python values. Traced again or not, the
-    RNG counters of the scopes advance as in one call.
+    Leaves of the arguments, of the variables and of the results that are no arrays stay Python values. The RNG counters
+    of the scopes advance as in one call, however often the region is traced.
     """
 
     def inner(scope_fn, repack_fn, variable_groups, rng_groups, *args, **kwargs):
@@ -113,8 +113,8 @@ def _lift_level(
             variable_broadcast=scan.variable_broadcast,
             variable_carry=scan.variable_carry,
             split_rngs=scan.split_rngs,
-            in_axes=_axes_of(scan.in_axes, args),
-            out_axes=() if scan.out_axes is None else scan.out_axes,
+            in_axes=_axes_of(scan.in_axes, args),  # type: ignore[arg-type]
+            out_axes=() if scan.out_axes is None else scan.out_axes,  # type: ignore[arg-type]
             length=length,
             reverse=scan.reverse,
             unroll=scan.unroll,

@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
-from remat_kit._errors import RematError, RematWarning
+from remat_kit._errors import RematWarning
 from remat_kit._policy import Action, Policy, ValueFacts
 from remat_kit._trace import jaxprs, marks, provenance
 from remat_kit._trace.jaxprs import CallKind, JaxprEqn, Literal, Var
@@ -41,19 +40,6 @@ def names_policy(offload: bool) -> Callable[..., Any]:
     )
 
 
-def check_supported(policy: Policy) -> None:
-    """Refuses what the remat implementation in force would pass over in silence.
-
-    Raises:
-      RematError: for offloading under `jax_remat3` before JAX 0.11, which ignores it.
-    """
-    if Action.OFFLOAD in policy.actions and jaxprs.remat3() and jax.__version_info__ < (0, 11):
-        raise RematError(
-            f"policy {str(policy)!r} offloads, which jax_remat3 of JAX {jax.__version__} ignores (everything would be "
-            "recomputed). Use a newer JAX, or the classic implementation (jax.config.update('jax_remat3', False))."
-        )
-
-
 def facts(eqn: JaxprEqn, index: int, names: Names, path: str) -> ValueFacts:
     """What a policy may select a value by."""
     aval = eqn.outvars[index].aval
@@ -62,7 +48,7 @@ def facts(eqn: JaxprEqn, index: int, names: Names, path: str) -> ValueFacts:
     if eqn.primitive.name == "dot_general":
         batch_dims = any(len(b) > 0 for b in eqn.params["dimension_numbers"][1])
     elif eqn.primitive.name == "scaled_matmul_wrapper":
-        batch_dims = eqn.invars[0].aval.shape[0] != 1
+        batch_dims = getattr(eqn.invars[0].aval, "shape", (1,))[0] != 1
     return ValueFacts(
         names=names,
         op=jaxprs.op_of(eqn),
@@ -146,15 +132,29 @@ def _evaluate(
                 stacklevel=2,
             )
         results = jaxprs.name_custom_vjp(eqn, operands, _NAME[kept[0]])
+    elif jaxprs.is_custom_vjp(eqn) and not jaxprs.remat3():
+        results = jaxprs.through_forward_rule(eqn, operands, lambda rule, xs: evaluate_named(rule, policy, xs, path))
+    elif (region := jaxprs.remat_region(eqn)) is not None:
+        with jaxprs.context(eqn):
+            results = list(_region(region, policy, path, names)(*operands))
     else:
         results = jaxprs.bind(eqn, operands, _named_programs(eqn, policy, path, names))
     if not kept:
         return results
     with jaxprs.context(eqn):
-        results = [checkpoint_name(x, _NAME[a]) if a in _NAME else x for x, a in zip(results, actions, strict=True)]
+        results = [jaxprs.named(x, _NAME[a]) if a in _NAME else x for x, a in zip(results, actions, strict=True)]
         if reads_output(eqn):
             results = _attach(eqn, results, operands)
     return results
+
+
+def _region(region: jaxprs.Region, policy: Policy, path: tuple[str, ...], names: list[Names]) -> Callable[..., Any]:
+    """A `jax.checkpoint` region inside the block, as it was written but with the values of the block's policy named."""
+
+    def body(*xs: Any) -> list[Any]:
+        return evaluate_named(region.jaxpr, policy, xs, path, names)
+
+    return jax.checkpoint(body, policy=region.policy, prevent_cse=region.prevent_cse)
 
 
 def _named_programs(eqn: JaxprEqn, policy: Policy, path: tuple[str, ...], names: list[Names]) -> dict[Any, Any]:

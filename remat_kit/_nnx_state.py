@@ -22,8 +22,14 @@ def has_modules(tree: Any) -> bool:
     return any(map(_is_node, jax.tree.leaves(tree, is_leaf=_is_node)))
 
 
+def modules(tree: Any) -> list[Any]:
+    """The NNX modules, and other objects with reference semantics, in a pytree; Variables in a State are none."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=_is_node) if _is_node(x) and not isinstance(x, nnx.Variable)]
+
+
 def _is_node(x: Any) -> bool:
-    return isinstance(x, nnx.Variable) or nnx.graphlib.is_graph_node(x)
+    # To NNX a mutable reference is a node too.
+    return isinstance(x, nnx.Variable) or (nnx.graphlib.is_graph_node(x) and not is_dynamic(x))
 
 
 @contextlib.contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from remat_kit._trace import jaxprs
 from remat_kit._trace.jaxprs import CallKind
 from remat_kit._trace.levels import Level, walk
@@ -51,21 +53,24 @@ def _list(paths: Any) -> str:
 def _batched_products(written: Any, rules: Any) -> list[str]:
     """Matrix products that a rule on products without batch dimensions passes over."""
     if rules is None:
-        return []
-    asks = [r for _, p in rules.items for r in p.rules if r.selector.batch_dims is False]
-    if not asks:
-        return []
+        regions = [jaxprs.remat_region(e) for _, e in walk(Level(written))]
+        native = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        programs = [Level(r.jaxpr) for r in regions if r is not None and r.policy is native]
+    else:
+        asks = [r for _, p in rules.items for r in p.rules if r.selector.batch_dims is False]
+        programs = [Level(written)] if asks else []
     found = [
         e
-        for _, e in walk(Level(written))
+        for program in programs
+        for _, e in walk(program)
         if e.primitive.name == "dot_general" and any(map(len, e.params["dimension_numbers"][1]))
     ]
     if not found:
         return []
     file, line, _ = jaxprs.source_line(found[0])
     return [
-        f"{len(found)} matrix products have batch dimensions (the first at {file.rsplit('/', 1)[-1]}:{line}) and are not "
-        "kept by a rule for products without them: attention scores, MoE experts, or products under vmap. "
+        f"Matrix products with batch dimensions, {len(found)} of them (the first at {file.rsplit('/', 1)[-1]}:{line}), "
+        "are not kept by a rule for products without them: attention scores, MoE experts, or products under vmap. "
         "The preset 'matmuls' keeps these too."
     ]
 
@@ -76,20 +81,26 @@ def _rerun_rules(lin: Linearized) -> list[str]:
     uncovered: dict[int, dict[str, None]] = {}
     for level, eqn in walk(Level(lin.backward)):
         owner = next((t for t in level.chain_of(eqn) if jaxprs.is_custom_vjp(origins[t].eqn)), None)
-        if owner is None or not _again(level, eqn) or jaxprs.calls(eqn):
+        if owner is None or not _again(level, eqn) or jaxprs.calls(eqn) or jaxprs.name_of(eqn) is not None:
             continue
-        readers = [e for e in level.jaxpr.eqns if any(v is o for v in e.invars for o in eqn.outvars)]
-        for r in readers:
-            if owner not in level.chain_of(r) or not _again(level, r):
-                types = uncovered.setdefault(owner, {})
-                types.update(dict.fromkeys(o.aval.str_short(short_dtypes=True) for o in eqn.outvars))
+        made = list(eqn.outvars)
+        for e in level.jaxpr.eqns:  # under other names too
+            if jaxprs.name_of(e) is not None and any(e.invars[0] is o for o in made):
+                made += e.outvars
+        readers = [e for e in level.jaxpr.eqns if any(v is o for v in e.invars for o in made)]
+        if any(owner not in level.chain_of(r) or not _again(level, r) for r in readers) or _handed_out(level, made):
+            types = uncovered.setdefault(owner, {})
+            types.update(dict.fromkeys(o.aval.str_short(short_dtypes=True) for o in eqn.outvars))
     out = []
+    remedy = "'save op=custom_vjp_call' keeps all of them."
+    if jaxprs.remat3():
+        remedy = "jax_remat3 keeps nothing of forward rules; the classic implementation can ('save op=custom_vjp_call')."
     for tag, types in uncovered.items():
         eqn = origins[tag].eqn
         file, line, _ = jaxprs.source_line(eqn)
         out.append(
-            f"The forward rule of the custom_vjp call at {file.rsplit('/', 1)[-1]}:{line} runs again in the backward pass: "
-            f"its residuals {', '.join(types)} are not covered by the policy. 'save op=custom_vjp_call' keeps all of them."
+            f"The forward rule of the custom_vjp call at {file.rsplit('/', 1)[-1]}:{line} runs again in the backward "
+            f"pass: its residuals {', '.join(types)} are not covered by the policy. {remedy}"
         )
     return out
 
@@ -100,5 +111,21 @@ def _again(level: Level, eqn: Any) -> bool:
     while "rematted_computation" not in scopes:
         if here is None or here.eqn is None or here.call is None or here.call.kind is not CallKind.REMAT:
             return False
+        if _recomputes(here.eqn):
+            return True
         scopes, here = jaxprs.scopes(here.eqn), here.parent
     return True
+
+
+def _recomputes(eqn: Any) -> bool:
+    """Whether an equation of a backward pass is a region that only recomputes, as those of `jax_remat3` are."""
+    region = jaxprs.remat_region(eqn)
+    return region is not None and not region.differentiated
+
+
+def _handed_out(level: Level, made: list[Any]) -> bool:
+    """Whether values that are recomputed leave their region to be read in the backward pass."""
+    if level.parent is None or level.eqn is None or not _recomputes(level.eqn):
+        return False
+    out = [o for v, o in zip(level.jaxpr.outvars, level.eqn.outvars, strict=True) if any(v is x for x in made)]
+    return any(v is o for e in level.parent.jaxpr.eqns for v in e.invars for o in out)

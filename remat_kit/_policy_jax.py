@@ -62,7 +62,7 @@ def from_jax(policy: Callable[..., Any]) -> tuple[tuple[Rule, ...], Action] | No
     """Returns the data of one of JAX's own policies, or None for any other callable.
 
     Raises:
-        RematError: for a function that makes policies, where its result was meant.
+        RematError: for a function that makes policies, where its result was meant, and for a union that offloads.
     """
     for factory, text in FACTORIES.items():
         if policy is getattr(_jax, factory, None):
@@ -81,6 +81,14 @@ def from_jax(policy: Callable[..., Any]) -> tuple[tuple[Rule, ...], Action] | No
             RematWarning,
             stacklevel=4,
         )
+        return None
+    if kind == kinds["save_from_both_policies"]:
+        parts = [from_jax(p) for p in fields.values() if callable(p)]
+        if any(part and Action.OFFLOAD in (part[1], *(rule.action for rule in part[0])) for part in parts):
+            raise RematError(
+                "jax.checkpoint_policies.save_from_both_policies cannot combine a policy that offloads: JAX fails when "
+                "it differentiates. Combine them here, as policy(first) | policy(second); the first wins where both speak."
+            )
         return None
     try:
         return _made(kind, fields, kinds)
@@ -185,6 +193,7 @@ def _kinds() -> dict[str, Any]:
         "save_anything_except_these_names": _jax.save_anything_except_these_names("a"),
         "save_and_offload_only_these_names": _save_and_offload(frozenset("a"), frozenset("b")),
         "offload_dot_with_no_batch_dims": _offload_dots(),
+        "save_from_both_policies": _jax.save_from_both_policies(_jax.dots_saveable, _jax.save_only_these_names("a")),
     }
     return {factory: _kind(sample) for factory, sample in samples.items()}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from remat_kit import _naming
+from remat_kit import _limits, _naming
 from remat_kit._errors import RematError
 from remat_kit._policy import Action, Policy
 from remat_kit._trace import jaxprs, marks
@@ -199,20 +199,24 @@ _functions: collections.OrderedDict[Any, tuple[Flat, dict[int, Any]]] = collecti
 _MOST_FUNCTIONS = 512
 
 
-def block_function(jaxpr: Any, policy: Policy, *, prevent_cse: Any = True) -> Flat:
+def block_function(jaxpr: Any, policy: Policy, *, prevent_cse: Any = True, keep_regions: bool = False) -> Flat:
     """A flat function that runs a closed program as one rematerialized block under a policy.
 
     Equal programs share one function object, so that JAX traces and differentiates identical layers once.
+
+    Args:
+      prevent_cse: as in `jax.checkpoint`.
+      keep_regions: whether `jax.checkpoint` regions inside the program stay; else the block replaces them.
 
     Raises:
       RematError: for a program that writes to a mutable reference, or a policy that cannot be honoured.
     """
     if not policy.remat:
         return lambda *args: evaluate_plain(jaxpr, args)
-    _naming.check_supported(policy)
+    _limits.check(policy, jaxpr)
     check_effects(jaxpr)
     native = policy.as_jax()
-    fun = _shared(jaxpr, None if native is not None else policy)
+    fun = _shared(jaxpr if keep_regions else without_regions(jaxpr), None if native is not None else policy)
     saver = native if native is not None else _naming.names_policy(Action.OFFLOAD in policy.actions)
     wrapped = jax.checkpoint(fun, policy=saver, prevent_cse=prevent_cse)
     return lambda *args: list(wrapped(*args))
@@ -233,10 +237,7 @@ def _shared(jaxpr: Any, policy: Policy | None) -> Flat:
 
 def _function(jaxpr: Any, policy: Policy | None) -> Flat:
     def block(*args: Any) -> list[Any]:
-        plain = without_regions(jaxpr)
-        if policy is None:
-            return jaxprs.evaluate(plain, *args)
-        return _naming.evaluate_named(plain, policy, args)
+        return jaxprs.evaluate(jaxpr, *args) if policy is None else _naming.evaluate_named(jaxpr, policy, args)
 
     return block
 

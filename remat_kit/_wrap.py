@@ -1,4 +1,4 @@
-"""remat: the decorator for functions, and `override`, which exchanges the policies of marked blocks."""
+"""remat (= checkpoint): the decorator for functions, a stand-in for `jax.checkpoint` with policies by name."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
-from remat_kit._errors import RematError, RematWarning, near_matches
-from remat_kit._globs import matches
-from remat_kit._naming import check_supported
-from remat_kit._policy import Policy, policy as as_policy
-from remat_kit._rewrite import block_function, refuse_writes
+from remat_kit import _adapters, _limits
+from remat_kit._apply import check_names
+from remat_kit._errors import RematError, RematWarning
+from remat_kit._override import Wanted, in_force
+from remat_kit._policy import Policy
+from remat_kit._policy_jax import from_jax
+from remat_kit._rewrite import block_function, check_effects
+from remat_kit._static_args import StaticArguments, name_of
 from remat_kit._trace import jaxprs, marks
-from remat_kit._trace.inputs import SLOT, Result, Spec, StaticArguments, split
-
-FULL = Policy()
+from remat_kit._trace.inputs import holds_tracer, is_dynamic, reusable, seal, statics, unseal
 
 
 def remat(
@@ -43,7 +44,7 @@ def remat(
     position, by keyword or left at their defaults.
 
     Args:
-      fun_or_policy: the function, or the policy for a decorator.
+      fun_or_policy: the function, or the policy for a decorator (a preset name, a text or a `Policy`).
       policy: a preset name, a text, a `Policy` or one of JAX's policies; None means ``"full"`` (recompute
         everything), ``"none"`` calls the function without remat. A policy that JAX has goes to
         `jax.checkpoint` as it is; every other goes through checkpoint names.
@@ -53,192 +54,162 @@ def remat(
       block: a name for reports, `apply` and `override`.
 
     Returns:
-      A function with the signature of `fun`, or a decorator. On a class it binds as methods do; ``self`` is static.
+      A function with the signature of `fun`, or a decorator. On a class it binds as methods do; ``self`` is
+      static unless it is a pytree.
 
     Raises:
-      UnknownPolicyError, RematError: at once, for a policy that cannot be read or a static argument that the
-        function does not take; when called, for a name that the function does not have, and for a function
-        that writes to a mutable reference.
+      UnknownPolicyError, RematError: at once, for a policy that cannot be read, a static argument that the
+        function does not take, and for what is no function (classes, generators, coroutines, Flax modules). When
+        called, for a name that the function does not have, a function that writes to a mutable reference, and
+        Flax modules whose state would be lost.
+
+    Warns:
+      RematWarning: when called, for a name in one of JAX's own policies that the function does not have, and for what
+        the remat implementation in force ignores.
     """
-    given = None if fun_or_policy is None or _is_policy(fun_or_policy) else fun_or_policy
-    if given is None:
-        if fun_or_policy is not None and policy is not None:
-            raise RematError(f"two policies were given: {fun_or_policy!r} and policy={policy!r}. Give one of them.")
-        chosen = fun_or_policy if policy is None else policy
-        chosen = FULL if chosen is None else as_policy(chosen)
-        return functools.partial(
-            remat,
-            policy=chosen,
-            prevent_cse=prevent_cse,
-            static_argnums=static_argnums,
-            static_argnames=static_argnames,
-            block=block,
-        )
-    if not callable(given):
-        raise RematError(f"remat takes a function or a policy, got {type(given).__name__}: {given!r:.80}")
-    if inspect.isclass(given):
-        raise RematError(
-            f"remat takes a function, got the class {given.__name__}. For Flax modules use rk.linen.remat or rk.nnx.remat."
-        )
+    given = fun_or_policy
+    if isinstance(given, (str, Policy)):
+        if policy is not None:
+            raise RematError(f"two policies were given: {given!r} and policy={policy!r}. Give one of them.")
+        given, policy = None, given
     if block is not None and not isinstance(block, str):
         raise RematError(f"block= names the block for reports and override; got {block!r}.")
-    return _wrap(
-        given,
-        FULL if policy is None else as_policy(policy),
-        prevent_cse,
-        StaticArguments.of(given, static_argnums, static_argnames),
-        block,
-    )
+    wanted = Wanted.of(policy)
+
+    def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
+        _check_function(fun)
+        return _wrap(fun, wanted, prevent_cse, StaticArguments.of(fun, static_argnums, static_argnames), block)
+
+    return decorate if given is None else decorate(given)
 
 
 checkpoint = remat
 
 
-def _is_policy(x: Any) -> bool:
-    return isinstance(x, str | Policy)
+def _check_function(fun: Any) -> None:
+    if isinstance(fun, (staticmethod, classmethod)):
+        raise RematError(f"remat goes below @{type(fun).__name__}, next to the function.")
+    if not callable(fun):
+        raise RematError(f"remat takes a function or a policy, got {type(fun).__name__}: {fun!r:.80}")
+    if inspect.isclass(fun):
+        raise RematError(
+            f"remat takes a function, got the class {fun.__name__}. For Flax modules use rk.linen.remat "
+            "or rk.nnx.remat."
+        )
+    if inspect.iscoroutinefunction(fun) or inspect.isgeneratorfunction(fun) or inspect.isasyncgenfunction(fun):
+        raise RematError(f"remat takes a function that returns arrays; {name_of(fun)} is a coroutine or generator.")
+    if from_jax(fun) is not None:
+        raise RematError(f"{name_of(fun)} is one of JAX's policies, not a function: write remat(policy=...).")
+    _adapters.refuse_modules(name_of(fun), (getattr(fun, "__self__", fun),))
 
 
 def _wrap(
-    fun: Callable[..., Any], written: Policy, prevent_cse: Any, static: StaticArguments, block: str | None
+    fun: Callable[..., Any], written: Wanted, prevent_cse: Any, static: StaticArguments, block: str | None
 ) -> Callable[..., Any]:
     @functools.wraps(fun)
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
-        chosen = overridden(block, written)
-        if not chosen.remat:
-            with _marked(block):
+        wanted = in_force(block, written)
+        with contextlib.nullcontext() if block is None else marks.mark(block):
+            if not wanted.policy.remat:
                 return fun(*args, **kwargs)
-        wrapped_args, wrapped_kwargs = static.wrap(fun, args, kwargs)
-        leaves, spec = split((wrapped_args, wrapped_kwargs))
-        flags = _cse_flags(prevent_cse, wrapped_args, wrapped_kwargs, spec)
-        with _marked(block):
-            out = _run(fun, spec, leaves, chosen, flags)
-        return out.merge()
+            _adapters.refuse_modules(name_of(fun), (args, kwargs))
+            flags = _cse_flags(prevent_cse, static.positions(fun, args, kwargs), bool(kwargs))
+            sealed = seal(static.seal(fun, args, kwargs))
+            out = _run(fun, wanted, flags, prevent_cse, *sealed)
+            result = unseal(out)
+            for s in statics((sealed, out)):
+                s.release()
+            return result
 
     return rematerialized
 
 
-def _marked(block: str | None) -> Any:
-    return contextlib.nullcontext() if block is None else marks.mark(block)
-
-
-def _run(fun: Callable[..., Any], spec: Spec, leaves: list[Any], chosen: Policy, flags: Any) -> Result:
-    check_supported(chosen)
-    inner = _inner(fun, spec)
-    native = chosen.as_jax()
-    if native is not None and not chosen.name_globs and not any(map(_is_ref, leaves)):
-        return jax.checkpoint(inner, policy=native, prevent_cse=flags)(*leaves)
-    # Names have to be looked up, or values named: the function is traced first.
-    from remat_kit._apply import check_names
-
-    jaxpr, out = jax.make_jaxpr(inner, return_shape=True)(*leaves)
-    check_names(jaxpr, [chosen])
-    consts = jaxprs.constants(jaxpr)
-    program = jaxprs.without_constants(jaxpr)
-    if not isinstance(flags, bool):
-        flags = (*(False for _ in consts), *flags)
-    results = block_function(program, chosen, prevent_cse=flags)(*consts, *leaves)
-    return Result(results, out.spec)
-
-
-def _is_ref(x: Any) -> bool:
-    return jaxprs.is_ref(jaxprs.aval_of(x))
-
-
-def _cse_flags(prevent_cse: Any, args: Any, kwargs: Any, spec: Spec) -> Any:
-    """`prevent_cse` for the dynamic leaves: a bool, or one for each leaf where a prefix was given."""
+def _cse_flags(prevent_cse: Any, static: frozenset[int], keywords: bool) -> Any:
+    """What `jax.checkpoint` is given: a bool, or a tree prefix of the arguments with the static ones filled in."""
     if prevent_cse is None:
         return not jaxprs.in_loop_body()
-    if isinstance(prevent_cse, bool):
+    if not isinstance(prevent_cse, Sequence) or not static:
         return prevent_cse
-    if not isinstance(prevent_cse, Sequence):
-        raise TypeError(f"prevent_cse must be a bool or tuple of bools, got {type(prevent_cse)=}")
-    target = (args, kwargs) if kwargs else args
-    flags = jax.tree.leaves(jax.tree.broadcast(tuple(prevent_cse), target))
-    return tuple(f for f, s in zip(flags, spec.static, strict=True) if s is SLOT)
+    if keywords:  # a prefix of (args, kwargs)
+        first, *rest = prevent_cse
+        return (_cse_flags(first, static, False), *rest)
+    flags = list(prevent_cse)
+    for i in sorted(static):
+        flags.insert(i, True)
+    return tuple(flags)
 
 
-# One inner function for each way of splitting the arguments, as long as the function lives: JAX caches traces by it.
-_inners: weakref.WeakKeyDictionary[Any, dict[Spec, Callable[..., Result]]] = weakref.WeakKeyDictionary()
-
-
-def _inner(fun: Callable[..., Any], spec: Spec) -> Callable[..., Result]:
+def _run(fun: Any, wanted: Wanted, flags: Any, asked_flags: Any, args: Any, kwargs: Any) -> Any:
+    """Traces the function to one `jax.checkpoint` region, checks it, and binds it: as it is, or with values named."""
+    policy = wanted.policy
+    native = policy.as_jax()
+    region = _Region.of(fun) if reusable((args, kwargs)) else _Region(fun)
+    checkpointed = jax.checkpoint(region, policy=native, prevent_cse=flags)
+    jaxpr, out = jax.make_jaxpr(checkpointed, return_shape=True)(*args, **kwargs)
+    (eqn,) = jaxprs.opened(jaxpr).eqns
+    traced = jaxprs.remat_region(eqn)
+    assert traced is not None
+    check_effects(traced.jaxpr)
+    _limits.check(policy, traced.jaxpr, chosen_cse=asked_flags not in (None, True))
     try:
-        known = _inners.setdefault(fun, {})
-        found = known.get(spec)
-        alive = weakref.ref(fun)
-    except TypeError:  # cannot be hashed or weakly referenced
-        return _make_inner(lambda: fun, fun, spec)
-    if found is None:
-        found = known[spec] = _make_inner(alive, fun, spec)
-    return found
+        check_names(traced.jaxpr, [policy])
+    except RematError as error:
+        if wanted.strict:
+            raise
+        warnings.warn(f"{error} As in JAX, it has no effect.", RematWarning, stacklevel=3)
+    leaves = jax.tree.leaves((args, kwargs))
+    if native is None:
+        block = block_function(traced.jaxpr, policy, prevent_cse=traced.prevent_cse, keep_regions=True)
+        results = block(*jaxprs.constants(jaxpr), *leaves)
+    else:
+        results = jaxprs.evaluate(jaxpr, *leaves)
+    return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
-def _make_inner(get: Callable[[], Any], fun: Any, spec: Spec) -> Callable[..., Result]:
-    def inner(*leaves: Any) -> Result:
-        args, kwargs = spec.merge(leaves)
-        out = Result.of(get()(*args, **kwargs))
-        refuse_writes(jaxprs.writes_being_traced())
+class _Region:
+    """A function as JAX traces it, from sealed arguments to a sealed result.
+
+    JAX caches traces by it, so there is one for each function, as long as the function lives. It holds the function
+    weakly: what JAX's caches keep alive must not keep alive the function and all that it closes over.
+    """
+
+    def __init__(self, fun: Callable[..., Any]):
+        try:
+            self._fun: Callable[[], Any] = weakref.ref(fun)
+        except TypeError:
+            self._fun = lambda: fun
+        self.__name__ = getattr(fun, "__name__", "function")
+        self.__qualname__ = getattr(fun, "__qualname__", self.__name__)
+        self.reusable = True
+
+    @classmethod
+    def of(cls, fun: Callable[..., Any]) -> _Region:
+        """The region of a function; a new one where its traces cannot serve later calls."""
+        try:
+            known = _regions.get(fun)
+            if known is None or known.__wrapped__ is not fun or not known.reusable:
+                known = _regions[fun] = cls(fun)
+            return known
+        except TypeError:  # the function cannot be hashed or weakly referenced
+            return cls(fun)
+
+    @property
+    def __wrapped__(self) -> Any:
+        return self._fun()  # JAX reads the function's name, place and signature here
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = unseal((args, kwargs))
+        out = self._fun()(*args, **kwargs)
+        for leaf in jax.tree.leaves(out):
+            if not is_dynamic(leaf) and holds_tracer(leaf):
+                raise RematError(
+                    f"{self.__qualname__} returns a {type(leaf).__name__} with arrays inside, which is no pytree: "
+                    "they cannot leave the rematerialized function. Register it as one "
+                    "(jax.tree_util.register_dataclass), or return the arrays."
+                )
+        out = seal(out)
+        self.reusable = self.reusable and reusable(out)
         return out
 
-    inner.__name__ = getattr(fun, "__name__", "function")
-    inner.__qualname__ = getattr(fun, "__qualname__", inner.__name__)
-    return inner
 
-
-# Override ------------------------------------------------------------------------------------------
-
-_overrides = jax.make_user_context(default_value=None)
-_matched: set[tuple[Any, str]] = set()
-
-
-@contextlib.contextmanager
-def override(policies: Mapping[str, Any]) -> Iterator[None]:
-    """Exchanges the policies of marked blocks (``@rk.remat(block="mlp")``) for what is traced inside.
-
-    JAX's caches see it: a function compiled before is traced again. Overrides nest, the inner one wins.
-
-    Args:
-      policies: policies by globs on block names; the first match wins, ``"none"`` removes remat.
-
-    Raises:
-      RematError: for anything but a mapping of strings to policies.
-
-    Warns:
-      RematWarning: on leaving, for a glob that no marked block matched.
-    """
-    if not isinstance(policies, Mapping) or not policies:
-        raise RematError(f"override takes a mapping of block globs to policies, got {policies!r}.")
-    items = []
-    for glob, p in policies.items():
-        if not isinstance(glob, str) or not glob:
-            raise RematError(f"override: blocks are named by strings, got {glob!r}.")
-        items.append((glob, as_policy(p)))
-    outer = _overrides.value or ()
-    value = (*items, *outer)
-    with _overrides(value):
-        yield
-    for glob, _ in items:
-        if (value, glob) not in _matched:
-            known = sorted(_known)
-            warnings.warn(
-                f"override: no marked block matched {glob!r}. Marked blocks so far: "
-                f"{', '.join(known) or 'none'}.{near_matches(glob, known)}",
-                RematWarning,
-                stacklevel=3,
-            )
-
-
-_known: set[str] = set()
-
-
-def overridden(block: str | None, written: Policy) -> Policy:
-    """The policy in force for a marked block: the first override that matches its name, else its own."""
-    if block is None:
-        return written
-    _known.add(block)
-    value = _overrides.value or ()
-    for glob, p in value:
-        if matches(glob, block, "/"):
-            _matched.add((value, glob))
-            return p
-    return written
+_regions: weakref.WeakKeyDictionary[Any, _Region] = weakref.WeakKeyDictionary()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -94,21 +93,15 @@ def remat(
     options = RematOptions(chosen, prevent_cse, block, variables, rngs)
     lift = functools.partial(lift_remat, options=options)
 
-    if isinstance(target, functools.partial) and _is_module_class(target.func):
-        again = functools.partial(
-            remat, policy=chosen, prevent_cse=prevent_cse, static_argnums=static_argnums, methods=methods
-        )
-        covered = again(
-            target.func, static_argnames=static_argnames, variables=variables, rngs=rngs, block=block
-        )
-        return functools.partial(covered, *target.args, **target.keywords)
-    if _is_module_class(target):
-        names = check_methods(target, methods)
-        functions = {f"{target.__name__}.{name}": original_of(getattr(target, name)) for name in names}
+    cls = _class_of(target)
+    if cls is not None:
+        names = check_methods(cls, methods)
+        functions = {f"{cls.__name__}.{name}": original_of(getattr(cls, name)) for name in names}
         static = resolve_static(functions, static_argnums, static_argnames)
-        return cover_class(target, dict.fromkeys(names, lift), static, target.__name__, "rk.linen.remat")
+        lifts = dict.fromkeys(names, lift)
+        return _like(target, cover_class(cls, lifts, static, name=cls.__name__, what="rk.linen.remat"))
     _check_function("remat", target)
-    if tuple(methods) != ("__call__",):
+    if methods not in ("__call__", ("__call__",)):
         raise RematError(f"methods= is for module classes, but {_name(target)} is a function.")
     owner = _name(target)
     return cover_method(target, lift, resolve_static({owner: target}, static_argnums, static_argnames)[owner])
@@ -139,8 +132,8 @@ def remat_scan(
     """Stacks a Linen module ``length`` times in one scan whose body is rematerialized.
 
     The result is called like the layer: ``remat_scan(Block, 24)(width, name="layers")(x, mask, train=True)``. The first
-    argument is the carry, and the layer returns it for the next one. Parameters have the layer's own tree with a leading
-    axis of 24, as from `flax.linen.scan`, whose results this equals with and without remat.
+    argument is the carry, and the layer returns it for the next one. Parameters have the layer's own tree with a
+    leading axis of 24, as from `flax.linen.scan`, whose results this equals with and without remat.
 
     With ``lengths=(4, 6)`` six layers run inside each of four outer steps, and both levels are rematerialized: the
     backward pass holds 4 + 6 carries instead of 24 and runs the forward pass once more (the recursive checkpointing of
@@ -151,7 +144,8 @@ def remat_scan(
         length: number of layers; ``length=n`` is ``lengths=(n,)``.
         lengths: layers at each level, the outermost loop first.
         policy: what a layer keeps while it is differentiated; the outer levels keep their carries only. A tuple gives
-            one policy for each level. ``"none"`` leaves all levels without remat.
+            one policy for each level (`jax_remat3` before JAX 0.11 keeps nothing of the inner levels for an outer one).
+            ``"none"`` leaves all levels without remat.
         prevent_cse: as in `rk.remat`; None chooses by context, which means off in these loop bodies.
         in_axes: for positional arguments after the carry: `nn.broadcast` (every layer gets the same) or the axis to
             scan over, one for all or a tuple. Keyword arguments and non-arrays are the same for every layer. With two
@@ -179,10 +173,8 @@ def remat_scan(
         RematError: for lengths, policies or metadata that do not fit together, and when the layer does not return what
             the next one takes.
     """
-    if isinstance(target, functools.partial) and _is_module_class(target.func):
-        options = {k: v for k, v in locals().items() if k != "target"}
-        return functools.partial(remat_scan(target.func, **options), *target.args, **target.keywords)
-    if not _is_module_class(target):
+    cls = _class_of(target)
+    if cls is None:
         raise RematError(
             f"remat_scan stacks a Linen module class, but got {_describe(target)}. For a loop over a function use"
             f" jax.lax.scan with rk.remat on its body."
@@ -202,14 +194,15 @@ def remat_scan(
         unroll=unroll,
     )
     options = RematOptions(scan.policies[-1], prevent_cse, block)
-    names = check_methods(target, methods)
-    functions = {f"{target.__name__}.{name}": original_of(getattr(target, name)) for name in names}
+    names = check_methods(cls, methods)
+    functions = {f"{cls.__name__}.{name}": original_of(getattr(cls, name)) for name in names}
     static = resolve_static(functions, static_argnums, static_argnames)
     lifts = {
-        name: functools.partial(lift_remat_scan, options=options, scan=scan, owner=f"{target.__name__}.{name}")
+        name: functools.partial(lift_remat_scan, options=options, scan=scan, owner=f"{cls.__name__}.{name}")
         for name in names
     }
-    return cover_class(target, lifts, static, f"Scan{target.__name__}", "rk.linen.remat_scan")
+    name, what = f"Scan{cls.__name__}", "rk.linen.remat_scan"
+    return _like(target, cover_class(cls, lifts, static, name=name, what=what, in_init=True))
 
 
 def _levels(length: int | None, lengths: Sequence[int] | None) -> tuple[int, ...]:
@@ -250,8 +243,17 @@ def _is_policy(value: Any) -> bool:
     return isinstance(value, (str, Policy))
 
 
-def _is_module_class(value: Any) -> bool:
-    return inspect.isclass(value) and issubclass(value, nn.Module)
+def _class_of(target: Any) -> type[nn.Module] | None:
+    """The module class of a class or of a partial of one, else None."""
+    if isinstance(target, functools.partial):
+        target = target.func
+    return target if inspect.isclass(target) and issubclass(target, nn.Module) else None
+
+
+def _like(target: Any, cls: type[nn.Module]) -> Any:
+    if isinstance(target, functools.partial):
+        return functools.partial(cls, *target.args, **target.keywords)
+    return cls
 
 
 def _check_function(verb: str, target: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -57,8 +58,8 @@ def remat(
         y = rk.nnx.remat(self.block)(x)                   # a module or a bound method: the module is passed along
 
     A decorated class has the original's name and is a subclass of it. Arguments that are no arrays (flags, strings,
-    Python numbers, None) are static without being declared, by position, by keyword and at their defaults. Two references
-    to one module stay one module, and a module in the result that was passed in is the caller's own object.
+    Python numbers, None) are static without being declared, by position, by keyword and at their defaults. Two
+    references to one module stay one module, and a module in the result that was passed in is the caller's own object.
 
     Args:
         target_or_policy: a module class, a function, a bound method or a module; or the policy, and the result is a
@@ -77,7 +78,8 @@ def remat(
 
     Raises:
         RematError: at decoration for an unknown method, argument name, position or policy; at the call for modules or
-            Variables that the function captures instead of taking them as arguments, and for arrays in static arguments.
+            Variables that the function captures instead of taking them as arguments, for Variables with ``ref=True``,
+            and for arrays in static arguments.
     """
     if target_or_policy is None or isinstance(target_or_policy, (str, Policy)):
         if target_or_policy is not None and policy is not None:
@@ -115,11 +117,10 @@ def _cover_class(cls: type, options: _Options, argnums: Any, argnames: Any, meth
     originals = {name: _original_method(cls, name) for name in names}
     functions = {f"{cls.__name__}.{name}": fn for name, fn in originals.items()}
     static = resolve_static(functions, argnums, argnames)
-    covered = {
-        name: _cover_method(fn, options, static[f"{cls.__name__}.{name}"]) for name, fn in originals.items()
-    }
+    covered = {name: _cover_method(fn, options, static[f"{cls.__name__}.{name}"]) for name, fn in originals.items()}
     namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, **covered}
-    return type(cls)(cls.__name__, (cls,), namespace, pytree=cls._pytree__is_pytree)
+    pytree = cls._pytree__is_pytree  # a subclass does not inherit it
+    return types.new_class(cls.__name__, (cls,), {"pytree": pytree}, lambda body: body.update(namespace))
 
 
 def _original_method(cls: type, name: str) -> Callable:
@@ -194,9 +195,7 @@ def _run(fn: Callable, options: _Options, owner: str, args: tuple, kwargs: dict[
             out = fn(*args, **kwargs)
             return seal(nnx.to_tree((_modules_only((args, kwargs)), out), ctxtag=_TAG))
 
-        wrapped = remat_function(
-            region, policy=options.policy, prevent_cse=options.prevent_cse, block=options.block
-        )
+        wrapped = remat_function(region, policy=options.policy, prevent_cse=options.prevent_cse, block=options.block)
         try:
             result = unseal(wrapped(arrays))
         except errors.TraceContextError as error:

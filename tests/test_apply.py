@@ -336,3 +336,20 @@ def test_a_step_with_its_own_gradient_is_refused(mlp):
     loss, args = mlp
     with pytest.raises(rk.RematError, match="own gradient.*override"):
         rk.apply(lambda ws, x: jax.grad(loss)(ws, x), "full")(*args)
+
+
+def test_regions_inside_a_decorated_function_stay_and_are_reached_by_name():
+    """As in JAX: an outer policy reaches into an inner region; the inner one still bounds the replay."""
+    inner = jax.checkpoint(lambda w, h: jnp.sin(checkpoint_name(h @ w, "inner") @ w))
+
+    def f(w, x):
+        return jnp.sum(jnp.tanh(inner(w, jnp.cos(x))))
+
+    w, x = jnp.eye(8) * 0.5, jnp.linspace(-1, 1, 32).reshape(4, 8)
+    ours = rk.remat(f, policy="save name=inne*")  # a glob: goes through the toolkit's own names
+    theirs = jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names("inner"))
+    assert residual_bytes(ours, w, x) == residual_bytes(theirs, w, x)
+    if not (jax.config.jax_remat3 and jax.__version_info__ < (0, 11)):  # there it does not reach in, in JAX either
+        assert residual_bytes(ours, w, x) > residual_bytes(jax.checkpoint(f), w, x)
+    assert remat_calls(jax.grad(ours), w, x) == remat_calls(jax.grad(theirs), w, x)
+    assert_same_gradients(f, ours, w, x)

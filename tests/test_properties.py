@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import warnings
 
 import jax
@@ -15,12 +16,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from programs import Program, is_float, policies, programs
+from programs import OLD_REMAT3, POLICIES, Program, is_float, policies, programs
 from truth import Held, held
 
 import remat_kit as rk
 
-OLD_REMAT3 = jax.config.jax_remat3 and jax.__version_info__ < (0, 11)
+# What is refused by design: names that the program does not have or JAX ignores, and gradients taken inside.
+REFUSED = "no value of the program is named|jax_remat3 ignores names|contains its own gradient"
 KEYS = ("block", "name", "op", "path", "source", "dtype", "action")
 
 
@@ -41,7 +43,7 @@ def _quiet(test):
     @functools.wraps(test)
     def run(**drawn):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", rk.RematWarning)  # rules that cannot help are told, and random ones often are
+            warnings.simplefilter("ignore", rk.RematWarning)  # random rules are often ones that cannot help
             test(**drawn)
         _forget()
 
@@ -91,7 +93,7 @@ def check_report(report: rk.Residuals, program: Program, fn, args) -> None:
         assert list(sums.values()) == sorted(sums.values(), reverse=True)
     assert sum(g.bytes for g in report.groups()) == made + report.argument_bytes + report.constant_bytes
     for e in report.entries:
-        assert e.bytes == e.global_bytes >= 0 and e.trips >= 1 and (e.recompute_flops or 0) >= 0
+        assert e.bytes == e.global_bytes >= 0 and e.trips >= 0 and (e.recompute_flops or 0) >= 0
         assert (e.recompute_flops is None) == (e.action in ("argument", "constant"))
     assert report.diff(report).bytes == 0 and not report.diff(report).gone
     assert str(report) and report._repr_html_() and report.to_dict()["total_bytes"] == report.total_bytes
@@ -107,8 +109,8 @@ def applied(program: Program, policy):
     try:
         rk.residuals(fn, *args, policy=policy, has_aux=program.aux)
     except rk.RematError as e:
-        assert "named" in str(e)
-        with pytest.raises(rk.RematError, match="named"):
+        assert re.search(REFUSED, str(e)), e
+        with pytest.raises(rk.RematError, match=REFUSED):
             jax.eval_shape(rk.apply(fn, policy), *args)
         return None
     return rk.apply(fn, policy)
@@ -122,6 +124,13 @@ def test_report_as_written(program):
     assert rk.residuals(fn, *abstract(args), has_aux=program.aux) == report
 
 
+@search(15, program=programs())
+def test_report_for_two_arguments(program):
+    fn, (params, x, *rest) = program.fn, program.args()
+    report = rk.residuals(fn, params, x, *rest, argnums=(0, 1), has_aux=program.aux)
+    check_report(report, program, lambda both, *rest: fn(*both, *rest), ((params, x), *rest))
+
+
 @search(40, program=programs(), policy=policies(offload=not OLD_REMAT3))
 def test_report_of_policy(program, policy):
     fn, args = program.fn, program.args()
@@ -132,7 +141,8 @@ def test_report_of_policy(program, policy):
 
 def blocks_of(program: Program, text: str, choices: tuple[int, ...]) -> dict[str, str]:
     """Policies for some blocks of a program, by their paths or by a glob."""
-    paths = [b.path for b in rk.trace(program.fn, *program.args()).blocks]
+    found = rk.trace(program.fn, *program.args()).blocks
+    paths = [b.path for b in found if b.kind not in ("segment", "whole")] or [b.path for b in found]
     chosen = dict.fromkeys(paths[n % len(paths)] for n in choices)
     globs = {path: text if i % 2 == 0 else "none" for i, path in enumerate(chosen)}
     return {"**": text} if not globs or choices[0] == 0 else globs
@@ -156,9 +166,23 @@ def test_report_of_remat(program, policy):
     try:
         report = rk.residuals(fn, *args, has_aux=program.aux)
     except rk.RematError as e:
-        assert "named" in str(e)
+        assert re.search(REFUSED, str(e)), e
         return
     check_report(report, program, fn, args)
+
+
+@search(15, program=programs(), number=st.integers(1, len(POLICIES) - 1))
+def test_jax_policies_go_to_jax(program, number):
+    """A policy of JAX's own compiles to what `jax.checkpoint` does with it."""
+    args = program.args()
+    mine = rk.remat(program.fn, policy=POLICIES[number], prevent_cse=True)
+    theirs = jax.checkpoint(program.fn, policy=POLICIES[number])
+    try:
+        lowered = jax.jit(gradient(program, mine)).lower(*args).as_text()
+    except rk.RematError as e:
+        assert re.search(REFUSED, str(e)), e
+        return
+    assert lowered == jax.jit(gradient(program, theirs)).lower(*args).as_text()
 
 
 # Values and gradients -------------------------------------------------------------------------------
@@ -169,9 +193,6 @@ def same(a, b) -> None:
     xs, ys = jax.tree.leaves(a), jax.tree.leaves(b)
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(xs, ys, strict=True):
-        if isinstance(x, str):
-            assert x == y
-            continue
         x, y = jnp.asarray(x), jnp.asarray(y)
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         if not is_float(x):
@@ -181,7 +202,8 @@ def same(a, b) -> None:
         rounding = 3e-2 if x.dtype == jnp.bfloat16 else 1e-3
         x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
         if np.all(np.isfinite(x)):
-            np.testing.assert_allclose(x, y, rtol=rounding, atol=rounding * max(1.0, float(np.max(np.abs(x), initial=0))))
+            largest = max(1.0, float(np.max(np.abs(x), initial=0)))
+            np.testing.assert_allclose(x, y, rtol=rounding, atol=rounding * largest)
 
 
 def gradient(program: Program, fn):
@@ -200,7 +222,7 @@ def check_same(program: Program, new, way: str) -> None:
         each = (None, 0, None, None)
 
         def results(f):
-            return jax.vmap(lambda *xs: [x for x in jax.tree.leaves(gradient(program, f)(*xs)) if hasattr(x, "dtype")], each)
+            return jax.vmap(gradient(program, f), each)
 
         same(results(fn)(*batch), results(new)(*batch))
     else:
@@ -212,7 +234,7 @@ def check_same(program: Program, new, way: str) -> None:
         same(twice(fn)(*args), twice(new)(*args))
 
 
-WAYS = st.sampled_from(["eager", "jit", "jit"] + ([] if OLD_REMAT3 else ["vmap"]))
+WAYS = st.sampled_from(["eager", "jit", "jit", "twice"] + ([] if OLD_REMAT3 else ["vmap"]))
 
 
 @search(25, program=programs(), policy=policies(offload=False), way=WAYS)
@@ -235,6 +257,6 @@ def test_remat_changes_nothing(program, policy, way):
     try:
         jax.eval_shape(new, *program.args())
     except rk.RematError as e:
-        assert "named" in str(e)
+        assert re.search(REFUSED, str(e)), e
         return
     check_same(program, new, way)

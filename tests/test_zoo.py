@@ -28,15 +28,6 @@ CLASSES = {name: size.get("vocab") or size["classes"] for name, size in TINY.ite
 ALL = pytest.mark.parametrize("name", sorted(TINY))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiles without optimizations: most of the time here is compilation, and the programs run once or twice."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 PROJECTIONS = {"query_proj", "key_proj", "value_proj", "context", "out_proj"}
 DENSE = {*PROJECTIONS, "decoder_layer_input", "mlpwi", "mlpwo"}
 EXPERTS = {f"{prefix}{name}" for prefix in ("", "moe_") for name in ("mlpwi_0", "mlpwi_1", "mlpwo")}

@@ -7,6 +7,7 @@ existing `jax.checkpoint` regions; where a program has none, segments between it
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -57,12 +58,17 @@ class Candidate:
             yield above
             above = above.parent
 
+    @functools.cached_property
+    def members(self) -> frozenset[int]:
+        """Identities of its equations."""
+        return frozenset(id(self.owner.eqns[i]) for i in self.eqns)
+
     def holds(self, chain: Sequence[JaxprEqn]) -> bool:
         """Whether an equation lies in this region, given it and the calls around it, outermost first."""
         n = len(self.outer)
         if len(chain) <= n or any(a is not b for a, b in zip(chain, self.outer, strict=False)):
             return False
-        return any(chain[n] is self.owner.eqns[i] for i in self.eqns)
+        return id(chain[n]) in self.members
 
 
 def find(jaxpr: Any) -> list[Candidate]:
@@ -79,12 +85,26 @@ class _Finder:
         self.found: list[Candidate] = []
         self.used: dict[str, int] = {}
 
-    def visit(self, where: _Where, prefix: tuple[str, ...], parent: Candidate | None, taken: bool) -> None:
-        """Visits one program. `taken`: whether the candidate around it bears the path `prefix` already."""
-        self.group(where, range(len(where.owner.eqns)), 0, prefix, parent, taken)
+    def visit(self, where: _Where, prefix: tuple[str, ...], parent: Candidate | None, taken: bool, own: str = "") -> None:
+        """Visits one program.
+
+        Args:
+          taken: whether the candidate around it bears the path `prefix` already.
+          own: the name of the one call that the program is, where `prefix` ends with it.
+        """
+        firsts = [called[0] for e in where.owner.eqns if (called := marks.split(jaxprs.scopes(e))[0])]
+        skipped = int(bool(own and firsts))
+        self.group(where, range(len(where.owner.eqns)), skipped, prefix, parent, taken, "" if skipped else own)
 
     def group(
-        self, where: _Where, indices: Iterable[int], depth: int, prefix: tuple[str, ...], parent: Candidate | None, taken: bool
+        self,
+        where: _Where,
+        indices: Iterable[int],
+        depth: int,
+        prefix: tuple[str, ...],
+        parent: Candidate | None,
+        taken: bool,
+        own: str = "",
     ) -> None:
         """Visits equations of one program that share their first `depth` marks."""
         eqns = where.owner.eqns
@@ -101,7 +121,7 @@ class _Finder:
         sole = sum(isinstance(x, int) and _is_block_eqn(eqns[x]) for x in order) == 1 and not taken
         for item in order:
             if isinstance(item, int):
-                self.eqn(where, item, depth, prefix, parent, sole)
+                self.eqn(where, item, depth, prefix, parent, sole, own)
                 continue
             members = tuple(marked[item])
             path = (*prefix, marks.name(item))
@@ -112,29 +132,23 @@ class _Finder:
                 self.group(where, members, depth + 1, tuple(c.path.split("/")), c, True)
 
     def eqn(
-        self, where: _Where, i: int, depth: int, prefix: tuple[str, ...], parent: Candidate | None, sole: bool
+        self, where: _Where, i: int, depth: int, prefix: tuple[str, ...], parent: Candidate | None, sole: bool, own: str
     ) -> None:
+        """Visits the programs nested in one equation; a scan's body and a region are candidates themselves."""
         eqn = where.owner.eqns[i]
         for call in jaxprs.calls(eqn):
             if not call.rewritable or call.key[0] == "cond_jaxpr":
                 continue
-            inside, path, taken = parent, prefix, False
+            inside, path, taken, inner = parent, prefix, False, own
             if call.kind in (CallKind.SCAN, CallKind.REMAT):
                 kind = "scan" if call.kind is CallKind.SCAN else "checkpoint"
-                own = _only_mark(call.jaxpr)
-                if sole and prefix:
-                    path = prefix
-                elif own is None:
-                    path = (*prefix, "/".join(marks.split(jaxprs.scopes(eqn))[1]) or kind)
-                else:
-                    path = (*prefix, own)
+                scopes = "/".join(marks.split(jaxprs.scopes(eqn))[1])
+                if not own and not (sole and prefix):
+                    inner = _only_mark(call.jaxpr)
+                    path = (*prefix, inner or scopes or kind)
                 inside = self._add(kind, path, where, (i,), depth, call.trips, parent)
                 path, taken = tuple(inside.path.split("/")), True
-                if own is not None and not (sole and prefix):
-                    deeper = where.into(i, call)
-                    self.group(deeper, range(len(deeper.owner.eqns)), 1, path, inside, True)
-                    continue
-            self.visit(where.into(i, call), path, inside, taken)
+            self.visit(where.into(i, call), path, inside, taken, inner)
 
     def _is_one_block_eqn(self, eqns: Sequence[JaxprEqn], members: Sequence[int], depth: int) -> bool:
         """Whether a marked call is no more than one scan or region (and trifles), which then bears its path."""
@@ -176,12 +190,15 @@ def _is_block_eqn(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "scan" or jaxprs.remat_region(eqn) is not None
 
 
-def _only_mark(jaxpr: Any) -> str | None:
-    """The name of the one call that a whole program is, if it is one: a scanned layer."""
-    called = [marks.split(jaxprs.scopes(e))[0][:1] for e in jaxprs.opened(jaxpr).eqns]
-    first = {c[0] for c in called if c}
-    most = sum(map(bool, called)) * 2 > len(called)
-    return marks.name(first.pop()) if len(first) == 1 and most else None
+def _only_mark(jaxpr: Any) -> str:
+    """The name of the one call that a whole program is, if it is one (a scanned layer); else the empty string."""
+    names: list[str] = []
+    for e in jaxprs.opened(jaxpr).eqns:
+        called, _ = marks.split(jaxprs.scopes(e))
+        nested = [c.jaxpr for c in jaxprs.calls(e) if c.kind in (CallKind.REMAT, CallKind.JIT)]
+        names.append(marks.name(called[0]) if called else _only_mark(nested[0]) if nested else "")
+    first = {n for n in names if n}
+    return first.pop() if len(first) == 1 and 2 * sum(map(bool, names)) > len(names) else ""
 
 
 def _reads_outside(owner: Any, members: Sequence[int]) -> bool:
@@ -197,8 +214,8 @@ def _reads_outside(owner: Any, members: Sequence[int]) -> bool:
 def choose(jaxpr: Any, candidates: Sequence[Candidate], kept: Sequence[tuple[Sequence[JaxprEqn], int]]) -> list[Candidate]:
     """Chooses the blocks of a program whose user names none.
 
-    The outermost repeated level (layers) that holds most of the residual bytes; else segments between narrow
-    places; else the whole program as one block.
+    The outermost repeated level (layers) that holds most of the residual bytes, or, where none holds half of them,
+    the one that holds most; else existing regions; else segments between narrow places, or the whole program.
 
     Args:
       kept: for each residual of the program without any remat, the original equation it comes from with the
@@ -206,22 +223,38 @@ def choose(jaxpr: Any, candidates: Sequence[Candidate], kept: Sequence[tuple[Seq
     """
     total = sum(b for _, b in kept)
     held = {id(c): sum(b for chain, b in kept if c.holds(chain)) for c in candidates}
-    levels: dict[int, dict[Any, list[Candidate]]] = {}
-    for c in candidates:
-        key = (None if c.parent is None else id(c.parent), c.kind, _pattern(c.path))
-        levels.setdefault(c.depth, {}).setdefault(key, []).append(c)
-    for depth in sorted(levels):
-        repeated = [g for g in levels[depth].values() if sum(c.trips for c in g) > 1]
-        chosen = [c for g in repeated for c in g if held[id(c)]]
-        if total and 2 * sum(held[id(c)] for c in chosen) >= total:
-            order = {id(c): i for i, c in enumerate(candidates)}
-            return sorted(chosen, key=lambda c: order[id(c)])
-    return segments(jaxpr)
+    levels = [_repeated([c for c in candidates if c.depth == d]) for d in sorted({c.depth for c in candidates})]
+    levels = [[c for c in level if held[id(c)]] for level in levels]
+    sums = [sum(held[id(c)] for c in level) for level in levels]
+    most = next((i for i, n in enumerate(sums) if n and 2 * n >= total), None)
+    if most is None and sums and 10 * max(sums) >= total > 0:
+        most = sums.index(max(sums))
+    if most is not None and levels[most]:
+        return levels[most]
+    return [c for c in candidates if c.kind == "checkpoint" and c.depth == 0] or segments(jaxpr)
+
+
+def _repeated(siblings: Sequence[Candidate]) -> list[Candidate]:
+    """Those of one depth that repeat: by a loop, by their path but for numbers, or by being built alike.
+
+    Existing `jax.checkpoint` regions count as alike: somebody has chosen them.
+    """
+    by_path: dict[Any, list[Candidate]] = {}
+    by_form: dict[Any, list[Candidate]] = {}
+    for c in siblings:
+        around = None if c.parent is None else id(c.parent)
+        form = () if c.kind == "checkpoint" else tuple(c.owner.eqns[i].primitive.name for i in c.eqns)
+        by_path.setdefault((around, c.kind, _pattern(c.path)), []).append(c)
+        by_form.setdefault((around, c.kind, form), []).append(c)
+    groups = [g for g in by_path.values() if sum(c.trips for c in g) > 1]
+    groups += [g for g in by_form.values() if len(g) > (1 if g[0].kind == "checkpoint" else 2)]
+    repeated = {id(c) for g in groups for c in g}
+    return [c for c in siblings if id(c) in repeated]
 
 
 def _pattern(path: str) -> str:
     """A path without its numbers: layers of one kind have one pattern."""
-    return re.sub(r"#\d+", "", re.sub(r"\d+", "{}", re.sub(r"#\d+$", "", path)))
+    return re.sub(r"\d+", "{}", re.sub(r"#\d+", "", path))
 
 
 def segments(jaxpr: Any, most: int | None = None) -> list[Candidate]:
@@ -241,7 +274,7 @@ def segments(jaxpr: Any, most: int | None = None) -> list[Candidate]:
     wanted = math.isqrt(heavy) if most is None else most
     if wanted < 2:
         return [Candidate("whole", "whole", site, outer, owner, tuple(range(n)))] if n else []
-    live = _live_bytes(owner)
+    live, uncut = _live_bytes(owner), _refs_alive(owner)
     done, total, cuts = 0, sum(flops), []
     sums = []
     for f in flops:
@@ -251,6 +284,7 @@ def segments(jaxpr: Any, most: int | None = None) -> list[Candidate]:
         ideal = k * total / wanted
         slack = total / (2 * wanted)
         near = [i for i in range(1, n) if abs(sums[i - 1] - ideal) <= slack and (not cuts or i > cuts[-1])]
+        near = [i for i in near if i not in uncut]
         if near:
             cuts.append(min(near, key=lambda i: (live[i], abs(sums[i - 1] - ideal))))
     bounds = [0, *cuts, n]
@@ -259,6 +293,13 @@ def segments(jaxpr: Any, most: int | None = None) -> list[Candidate]:
         for k, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
         if a < b
     ]
+
+
+def _refs_alive(owner: Any) -> set[int]:
+    """The places between the making and the last use of a mutable reference: a block cannot hand one on."""
+    made = {v: i for i, e in enumerate(owner.eqns) for v in e.outvars if jaxprs.is_ref(v.aval)}
+    uses = [(made[v], i) for i, e in enumerate(owner.eqns) for v in e.invars if isinstance(v, Var) and v in made]
+    return {k for a, b in uses for k in range(a + 1, b + 1)}
 
 
 def _live_bytes(owner: Any) -> list[int]:

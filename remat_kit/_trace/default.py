@@ -21,7 +21,7 @@ def default_blocks(traced: Traced, candidates: Sequence[Candidate]) -> list[Cand
     if not any(differentiated) or not any(outputs):
         return blocks.segments(traced.jaxpr)
     try:
-        lin = linearize(traced.jaxpr, differentiated, outputs, without_remat=True)
+        lin = linearize(traced.jaxpr, differentiated, outputs, without_remat=True, backward=False)
     except (NotImplementedError, TypeError, ValueError):  # a while loop or callback: forward mode may still work
         return blocks.choose(traced.jaxpr, candidates, [])
     return blocks.choose(traced.jaxpr, candidates, kept(lin))

@@ -1,187 +1,160 @@
-"""Splitting arguments and results into what JAX traces and what stays in Python.
+"""What JAX traces of arguments and results, and what stays in Python.
 
-Leaves that are numbers or arrays are dynamic; every other leaf, and every argument declared static, is
-static: it is compared and hashed, never traced. The split itself (a `Spec`) is hashable.
+Leaves that are numbers or arrays are dynamic; every other leaf is static: compared and hashed, never traced.
+`seal` hides static leaves inside the structure of a pytree, so that JAX sees only what it can trace and still
+tells calls apart by the rest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import enum
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import types
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
-from remat_kit._errors import RematError, near_matches
+from remat_kit._trace import jaxprs
 
-_SCALARS = (bool, int, float, complex, np.ndarray, np.generic)
-
-
-class ArgumentError(RematError, ValueError):
-    """An argument, or the declaration of a static one, that cannot be used as asked."""
+_NUMBERS = (bool, int, float, complex)
+_NO_NUMBERS = "OSUMm"  # NumPy's kinds of objects, texts and times
 
 
 def is_dynamic(leaf: Any) -> bool:
     """Whether JAX can trace this leaf: an array, a number, a tracer, a ref or an abstract array."""
-    return (
-        isinstance(leaf, _SCALARS)
-        or isinstance(leaf, jax.Array)
-        or isinstance(leaf, jax.ShapeDtypeStruct)
-        or hasattr(leaf, "__jax_array__")
-        or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
-    )
+    if isinstance(leaf, (type, enum.Enum)):
+        return False
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind not in _NO_NUMBERS
+    if isinstance(leaf, (*_NUMBERS, jax.Array)) or hasattr(leaf, "__jax_array__"):
+        return True
+    return isinstance(getattr(leaf, "shape", None), tuple) and hasattr(leaf, "dtype") and not callable(leaf)
+
+
+def is_value(x: Any) -> bool:
+    """Whether an object is its value: two that compare equal are interchangeable, now and later.
+
+    True for what is hashed by value, and for classes, modules and functions that close over nothing. Any other object
+    may hold arrays, or be changed between two calls.
+    """
+    if isinstance(x, tuple):
+        return all(map(is_value, x))
+    if isinstance(x, types.MethodType):
+        return is_value(x.__self__)
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    if type(x).__hash__ is not object.__hash__ or isinstance(x, (type, types.ModuleType, types.BuiltinFunctionType)):
+        return True
+    fun = inspect.unwrap(x) if callable(x) else x  # jitted functions, custom rules
+    return isinstance(fun, types.FunctionType) and fun.__closure__ is None
 
 
 class Static:
-    """A value that stays in Python, compared by value where it can be hashed, else by identity."""
+    """A value that stays in Python, as a pytree without leaves. Compared by value where it is one, else by identity."""
 
-    __slots__ = ("_hash", "value")
+    __slots__ = ("_hash", "is_value", "value")
 
     def __init__(self, value: Any):
         self.value = value
-        try:
-            self._hash: int | None = hash(value)
-        except TypeError:
-            self._hash = None
+        self.is_value = is_value(value)
+        self._hash = hash(value) if self.is_value else id(value)
+
+    def release(self) -> None:
+        """Lets go of an object that is no value, after its last use: JAX's caches keep structures for long."""
+        if not self.is_value:
+            self.value = None
 
     def __hash__(self) -> int:
-        return id(self.value) if self._hash is None else self._hash
+        return self._hash
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Static):
             return NotImplemented
-        if self._hash is None or other._hash is None:
-            return self.value is other.value
+        if self.value is other.value:
+            return True
         # True == 1 == 1.0 in Python, but a function may treat them differently.
-        return type(self.value) is type(other.value) and bool(self.value == other.value)
+        return self.is_value and other.is_value and type(self.value) is type(other.value) and self.value == other.value
 
     def __repr__(self) -> str:
         return f"Static({self.value!r})"
 
 
-class _Slot:
-    """Stands for a dynamic leaf in a `Spec`."""
-
-    def __repr__(self) -> str:
-        return "*"
+jax.tree_util.register_pytree_node(Static, lambda s: ((), s), lambda s, _: s)
 
 
-SLOT = _Slot()
+def _is_static(x: Any) -> bool:
+    return isinstance(x, Static)
+
+
+def seal(tree: Any) -> Any:
+    """The same pytree with each static leaf in a `Static`."""
+    leaves, treedef = jax.tree.flatten(tree)
+    if all(map(is_dynamic, leaves)):
+        return tree
+    return jax.tree.unflatten(treedef, [x if is_dynamic(x) else Static(x) for x in leaves])
+
+
+def unseal(tree: Any) -> Any:
+    """Undoes `seal`, and takes out what was put into a `Static` by hand."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_static)
+    if not any(map(_is_static, leaves)):
+        return tree
+    return jax.tree.unflatten(treedef, [x.value if _is_static(x) else x for x in leaves])
+
+
+def statics(tree: Any) -> list[Static]:
+    """The static leaves of a sealed pytree."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=_is_static) if _is_static(x)]
+
+
+def reusable(tree: Any) -> bool:
+    """Whether what was traced for this sealed pytree may serve later calls: all its static leaves are values."""
+    return all(s.is_value for s in statics(tree))
+
+
+def holds_tracer(x: Any) -> bool:
+    """Whether an object that is no pytree holds a value that is being traced: in a field, a closure or a partial."""
+    held: list[Any] = list(getattr(x, "__dict__", {}).values())
+    if dataclasses.is_dataclass(x):
+        held += [getattr(x, f.name, None) for f in dataclasses.fields(x)]
+    if isinstance(x, functools.partial):
+        held += [*x.args, *x.keywords.values()]
+    for cell in getattr(x, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a name that is not assigned yet
+            held.append(cell.cell_contents)
+    return any(map(jaxprs.is_tracer, jax.tree.leaves(held)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """How a pytree was split. `static` holds one entry a leaf: `SLOT` or a `Static`.
+    """How a pytree was split: its structure with the static leaves inside. Hashable: a key of caches.
 
-    Hashable and comparable, so that it can be the key of a cache and the aux data of a pytree.
+    Attributes:
+      tree: the structure.
+      reusable: whether what was traced for it may serve later calls.
     """
 
     tree: Any
-    static: tuple[Any, ...]
+    reusable: bool = dataclasses.field(default=True, compare=False)
+
+    @classmethod
+    def of(cls, sealed: Any) -> Spec:
+        """The structure of a sealed pytree."""
+        return cls(jax.tree.structure(sealed), reusable(sealed))
 
     def merge(self, leaves: Iterable[Any]) -> Any:
         """Puts dynamic leaves back between the static ones."""
-        it = iter(leaves)
-        full = [next(it) if s is SLOT else s.value for s in self.static]
-        return jax.tree.unflatten(self.tree, [x.value if isinstance(x, Static) else x for x in full])
+        return unseal(jax.tree.unflatten(self.tree, leaves))
 
 
 def split(tree: Any) -> tuple[list[Any], Spec]:
     """Splits a pytree into its dynamic leaves and the `Spec` that puts them back."""
-    leaves, treedef = jax.tree.flatten(tree)
-    dynamic = [is_dynamic(x) for x in leaves]
-    static = tuple(SLOT if d else Static(x) for x, d in zip(leaves, dynamic, strict=True))
-    return [x for x, d in zip(leaves, dynamic, strict=True) if d], Spec(treedef, static)
-
-
-@jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass
-class Result:
-    """The result of a function as JAX sees it: dynamic leaves as children, the rest as aux data."""
-
-    leaves: Sequence[Any]
-    spec: Spec
-
-    @classmethod
-    def of(cls, out: Any) -> Result:
-        return cls(*split(out))
-
-    def merge(self) -> Any:
-        return self.spec.merge(self.leaves)
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Spec]:
-        return tuple(self.leaves), self.spec
-
-    @classmethod
-    def tree_unflatten(cls, spec: Spec, leaves: Sequence[Any]) -> Result:
-        return cls(tuple(leaves), spec)
-
-
-@dataclasses.dataclass(frozen=True)
-class StaticArguments:
-    """Which arguments of a function are static, by position and by name, as `jax.jit` infers them."""
-
-    argnums: tuple[int, ...] = ()
-    argnames: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(
-        cls, fun: Callable[..., Any], argnums: int | Sequence[int] = (), argnames: str | Iterable[str] = ()
-    ) -> StaticArguments:
-        """Reads `static_argnums` and `static_argnames` against the signature of `fun`.
-
-        Raises:
-          ArgumentError: for a name that the function does not take.
-          TypeError: for positions or names of the wrong type, as in JAX.
-        """
-        if isinstance(argnums, int) and not isinstance(argnums, bool):
-            argnums = (argnums,)
-        if not isinstance(argnums, tuple | list) or not all(type(i) is int for i in argnums):
-            raise TypeError(
-                f"the `static_argnums` argument to remat must be an int or a sequence of ints, but got {argnums!r}"
-            )
-        names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
-        if not all(isinstance(n, str) for n in names):
-            raise TypeError(f"the `static_argnames` argument to remat must be a str or strs, but got {argnames!r}")
-        if not argnums and not names:
-            return cls()
-        try:
-            parameters = list(inspect.signature(fun).parameters.values())
-        except (TypeError, ValueError):
-            return cls(tuple(argnums), frozenset(names))
-        keyword = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            for n in names:
-                if n not in keyword:
-                    raise ArgumentError(
-                        f"static_argnames={n!r}: {_name(fun)} takes no argument of this name; it takes "
-                        f"{', '.join(keyword) or 'none by keyword'}.{near_matches(n, keyword)}"
-                    )
-        positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        by_name = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
-        from_names = [i for i, n in enumerate(positional) if n in names]
-        from_nums = {positional[i] for i in argnums if -len(positional) <= i < len(positional)} & by_name
-        return cls(tuple(dict.fromkeys([*argnums, *from_names])), frozenset(names) | from_nums)
-
-    def wrap(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Wraps the static arguments of one call in `Static`, so that `split` leaves them alone."""
-        n = len(args)
-        given = {i for i in self.argnums}
-        named = [i for i in given if not -n <= i < n]
-        if named and not (self.argnames or kwargs):
-            raise ArgumentError(
-                "the `static_argnums` argument to `jax.checkpoint` / `jax.remat` can only take integer values greater "
-                f"than or equal to `-len(args)` and less than `len(args)`, but got {self.argnums}, "
-                f"while `len(args)` = {n} in a call of {_name(fun)}"
-            )
-        positions = {i % n for i in given if -n <= i < n}
-        return (
-            tuple(Static(x) if i in positions else x for i, x in enumerate(args)),
-            {k: Static(x) if k in self.argnames else x for k, x in kwargs.items()},
-        )
-
-
-def _name(fun: Any) -> str:
-    return getattr(fun, "__qualname__", None) or getattr(fun, "__name__", None) or repr(fun)
+    sealed = seal(tree)
+    return jax.tree.leaves(sealed), Spec.of(sealed)

@@ -89,7 +89,12 @@ def trace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Any:
 
 def evaluate(jaxpr: Any, *args: Any) -> list[Any]:
     """Evaluates a closed program on flat arguments."""
-    return list(jex.core.jaxpr_as_fun(close(jaxpr))(*args))
+    return list(as_function(jaxpr)(*args))
+
+
+def as_function(jaxpr: Any) -> Callable[..., Sequence[Any]]:
+    """A closed program as a flat function."""
+    return jex.core.jaxpr_as_fun(close(jaxpr))
 
 
 # Equations ----------------------------------------------------------------------------------------
@@ -300,7 +305,17 @@ def op_of(eqn: JaxprEqn) -> str:
 
 def remat3() -> bool:
     """Whether JAX's newer implementation of remat is in force (`jax_remat3`)."""
-    return bool(_config.config.jax_remat3)
+    return bool(_config.remat3.value)
+
+
+def keeps(policy: Callable[..., Any], eqn: JaxprEqn) -> bool:
+    """Whether one of JAX's policies keeps the results of an equation, on the device or on the host."""
+    name = name_of(eqn)
+    if name is not None:
+        case = policy(name_p, eqn.invars[0].aval, name=name)
+    else:
+        case = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+    return not isinstance(_pe.ensure_enum(case), _pe.RecomputeType)
 
 
 def cache_key() -> Any:
@@ -322,9 +337,44 @@ def name_custom_vjp(eqn: JaxprEqn, operands: Sequence[Any], name: str) -> list[A
         return list(eqn.primitive.bind(*operands, **params))
 
 
+def through_forward_rule(eqn: JaxprEqn, operands: Sequence[Any], evaluate: Callable[..., Sequence[Any]]) -> list[Any]:
+    """Binds a custom_vjp call whose forward rule, when it is differentiated, runs as `evaluate(program, args)`."""
+    with context(eqn):
+        params = eqn.primitive.get_bind_params(eqn.params)
+        fun, fwd, bwd = params["subfuns"]
+        params["subfuns"] = (fun, _evaluated_by(fwd, evaluate), bwd)
+        return list(eqn.primitive.bind(*operands, **params))
+
+
+@_lu.transformation2
+def _evaluated_by(fun: Callable[..., Any], evaluate: Callable[..., Sequence[Any]], *args: Any) -> Any:
+    values, perturbed = args[::2], args[1::2]  # each argument is followed by whether it is differentiated
+
+    def flat(*xs: Any) -> Any:
+        return fun(*(y for pair in zip(xs, perturbed, strict=True) for y in pair))
+
+    return evaluate(trace(flat, [_core.typeof(x) for x in values]), values)
+
+
+def forward_rule(eqn: JaxprEqn) -> Any:
+    """The forward rule of a custom_vjp call as a program; None if it cannot be traced alone."""
+    thunk = eqn.params["fwd_jaxpr_thunk"]
+    try:
+        return thunk.call_wrapped(*(False for _ in eqn.invars[eqn.params["num_consts"] :]))[0]
+    except Exception:  # a rule that is wrong is JAX's to report, when it is used
+        return None
+
+
 @_lu.transformation2
 def _name_outputs(fun: Callable[..., Any], name: str, *args: Any) -> Any:
-    return [checkpoint_name(x, name) if isinstance(x, jax.Array) else x for x in fun(*args)]
+    return [named(x, name) if isinstance(x, jax.Array) else x for x in fun(*args)]
+
+
+def named(x: Any, name: str) -> Any:
+    """A value with a checkpoint name; a complex one by its parts, as JAX (to 0.12.0.1) cannot keep one by its name."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jax.lax.complex(checkpoint_name(jnp.real(x), name), checkpoint_name(jnp.imag(x), name))
+    return checkpoint_name(x, name)
 
 
 def is_custom_vjp(eqn: JaxprEqn) -> bool:
@@ -343,7 +393,7 @@ def nbytes(aval: Any) -> int:
         return 0
     dtype = aval.dtype
     if jnp.issubdtype(dtype, jax.dtypes.extended):
-        physical = _core.physical_aval(aval)
+        physical: Any = _core.physical_aval(aval)
         return math.prod(physical.shape) * physical.dtype.itemsize
     return math.prod(aval.shape) * dtype.itemsize
 
@@ -442,7 +492,7 @@ def source_line(eqn: JaxprEqn) -> tuple[str, int, str]:
 
 def is_tracer(x: Any) -> bool:
     """Whether a value is being traced."""
-    return isinstance(x, jax.core.Tracer)
+    return isinstance(x, _core.Tracer)
 
 
 def fingerprint(jaxpr: Any, kept: dict[int, Any], scopes_as: Callable[[tuple[str, ...]], Any]) -> Any:
@@ -497,7 +547,7 @@ def fingerprint(jaxpr: Any, kept: dict[int, Any], scopes_as: Callable[[tuple[str
 
 def as_jit(eqn: JaxprEqn, program: Any) -> JaxprEqn:
     """An equation that runs the program under `jax.jit` instead of in a `jax.checkpoint` region."""
-    jitted = jax.jit(jex.core.jaxpr_as_fun(close(program)))
+    jitted = jax.jit(as_function(program))
     made = opened(trace(lambda *xs: list(jitted(*xs)), [v.aval for v in eqn.invars])).eqns[-1]
     params = with_programs(made, {("jaxpr", None): close(program)})
     return made.replace(invars=eqn.invars, outvars=eqn.outvars, params=params, source_info=eqn.source_info)
@@ -519,8 +569,12 @@ def contains_gradient(jaxpr: Any) -> bool:
     return False
 
 
-def names_in(jaxpr: Any) -> frozenset[str]:
-    """All checkpoint names in a program and the programs nested in it."""
+def names_in(jaxpr: Any, *, forward_rules: bool = False) -> frozenset[str]:
+    """All checkpoint names in a program and the programs nested in it.
+
+    Args:
+      forward_rules: whether those in the forward rules of custom_vjp calls count.
+    """
     found: set[str] = set()
     seen: set[int] = set()
     todo = [opened(jaxpr)]
@@ -534,6 +588,8 @@ def names_in(jaxpr: Any) -> frozenset[str]:
             if name is not None:
                 found.add(name)
             todo += [opened(c.jaxpr) for c in calls(e)]
+            if forward_rules and is_custom_vjp(e) and (rule := forward_rule(e)) is not None:
+                todo.append(opened(rule))
     return frozenset(found)
 
 

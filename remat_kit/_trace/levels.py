@@ -7,6 +7,7 @@ loops, branches and checkpoint names to the equation that makes it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,19 @@ class Level:
             v: (e, i) for e in self.jaxpr.eqns for i, v in enumerate(e.outvars) if isinstance(v, Var)
         }
         self._children: dict[int, list[Level]] = {}
+
+    @functools.cached_property
+    def readers(self) -> dict[Var, list[tuple[JaxprEqn, list[int]]]]:
+        """For each variable, the equations of this level that read it, in program order, and at which operands."""
+        found: dict[Var, list[tuple[JaxprEqn, list[int]]]] = {}
+        for eqn in self.jaxpr.eqns:
+            for i, v in enumerate(eqn.invars):
+                if isinstance(v, Var):
+                    reads = found.setdefault(v, [])
+                    if not reads or reads[-1][0] is not eqn:
+                        reads.append((eqn, []))
+                    reads[-1][1].append(i)
+        return found
 
     def children(self, eqn: JaxprEqn) -> list[Level]:
         """The programs nested in one of this level's equations."""
@@ -60,6 +74,7 @@ class Source:
       names: checkpoint names met on the way.
       stacked: product of the lengths of the scans that stack it.
       shards: how many times smaller it is on one device, as shard_map splits it.
+      others: where it comes from in the other branches of a cond, which keep theirs in the same place.
     """
 
     level: Level
@@ -71,6 +86,7 @@ class Source:
     names: list[str] = dataclasses.field(default_factory=list)
     stacked: int = 1
     shards: float = 1.0
+    others: list[Source] = dataclasses.field(default_factory=list)
 
     @property
     def chain(self) -> tuple[int, ...]:
@@ -133,7 +149,9 @@ def _enter(s: Source, eqn: JaxprEqn, index: int) -> bool:
     if kind is CallKind.WHILE:
         return False
     if kind is CallKind.COND:  # a branch without this residual fills it with zeros
-        inner = next((c for c in children if not _is_filling(c, c.jaxpr.outvars[index])), children[0])
+        filled = [c for c in children if not _is_filling(c, c.jaxpr.outvars[index])] or children[:1]
+        inner = filled[0]
+        s.others += [trace_back(c, c.jaxpr.outvars[index]) for c in filled[1:]]
     else:
         inner = children[0]
     if index >= len(inner.jaxpr.outvars):

@@ -19,7 +19,7 @@ class Linearized:
     Attributes:
       tagged: the original program, numbered.
       forward: what `jax.vjp` runs, closed; its last outputs are what the backward pass is handed.
-      backward: the backward pass as a program of those outputs and the cotangents.
+      backward: the backward pass as a program of those outputs and the cotangents; None if not asked for.
       kept: for each distinct non-literal value handed over, its variable in `forward` and the indices of the
         inputs of `backward` that read it.
     """
@@ -31,7 +31,12 @@ class Linearized:
 
 
 def linearize(
-    jaxpr: Any, differentiated: Sequence[bool], outputs: Sequence[bool], *, without_remat: bool = False
+    jaxpr: Any,
+    differentiated: Sequence[bool],
+    outputs: Sequence[bool],
+    *,
+    without_remat: bool = False,
+    backward: bool = True,
 ) -> Linearized:
     """Differentiates a closed program in reverse mode, without running it.
 
@@ -39,9 +44,10 @@ def linearize(
       differentiated: for each input, whether it is differentiated with respect to.
       outputs: for each output, whether it is part of the result (the others are auxiliary).
       without_remat: whether the program is taken without its `jax.checkpoint` regions.
+      backward: whether the backward pass is traced too.
     """
     tagged = provenance.tag(jaxpr, without_remat=without_remat)
-    evaluate = jax.extend.core.jaxpr_as_fun(tagged.jaxpr)
+    evaluate = jaxprs.as_function(tagged.jaxpr)
     avals = [v.aval for v in jaxprs.opened(tagged.jaxpr).invars]
 
     seen: list[Any] = []  # what a trace of `flat` cannot return: the pullback's structure, cotangent types
@@ -54,24 +60,29 @@ def linearize(
 
         primal, pullback, aux = jax.vjp(fun, *_select(args, differentiated), has_aux=True)
         leaves, structure = jax.tree.flatten(pullback)
-        seen[:] = [structure, [jax.typeof(x) for x in primal], len(leaves)]
-        return [*primal, *aux, *leaves]
+        types = [jax.typeof(x) for x in leaves]
+        seen[:] = [structure, [jax.typeof(x) for x in primal], types]
+        # A mutable reference is its caller's: it is no value, and a program cannot return it.
+        return [*primal, *aux, *(x for x, t in zip(leaves, types, strict=True) if not jaxprs.is_ref(t))]
 
     forward = jaxprs.trace(flat, avals)
-    structure, cotangents, count = seen
+    structure, cotangents, types = seen
+    count = len(types)
+    values = [i for i, t in enumerate(types) if not jaxprs.is_ref(t)]
     outvars = jaxprs.opened(forward).outvars
-    handed = outvars[len(outvars) - count :]
+    handed = dict(zip(values, outvars[len(outvars) - len(values) :], strict=True))
 
     def pull(*xs: Any) -> Sequence[Any]:
         pullback: Callable[..., Any] = jax.tree.unflatten(structure, xs[:count])
         return jax.tree.leaves(pullback(list(xs[count:])))
 
-    backward = jaxprs.trace(pull, [*(v.aval for v in handed), *cotangents])
+    avals = [handed[i].aval if i in handed else t for i, t in enumerate(types)]
+    pulled = jaxprs.trace(pull, [*avals, *cotangents]) if backward else None
     kept: dict[Any, list[int]] = {}
-    for i, v in enumerate(handed):
+    for i, v in handed.items():
         if not isinstance(v, Literal):
             kept.setdefault(v, []).append(i)
-    return Linearized(tagged, forward, backward, tuple((v, tuple(i)) for v, i in kept.items()))
+    return Linearized(tagged, forward, pulled, tuple((v, tuple(i)) for v, i in kept.items()))
 
 
 def _select(items: Sequence[Any], which: Sequence[bool]) -> list[Any]:

@@ -183,7 +183,7 @@ def _integer_pow(eqn: JaxprEqn) -> Cost:
 
 
 def _reduce(eqn: JaxprEqn) -> Cost:
-    return Cost(size(eqn.invars[0]) - size(eqn.outvars[0]))
+    return Cost(max(0, size(eqn.invars[0]) - size(eqn.outvars[0])))  # an empty axis sums to a constant
 
 
 def _cumulative(eqn: JaxprEqn) -> Cost:

@@ -113,9 +113,9 @@ class Program:
         }
 
     def __str__(self) -> str:
-        from remat_kit._show import text
+        from remat_kit._show.program import program_to_str
 
-        return text.program_to_str(self)
+        return program_to_str(self)
 
 
 def read(traced: Traced) -> Program:
@@ -142,7 +142,7 @@ def _block(c: Candidate, known: Sequence[Candidate], chosen: Sequence[Candidate]
     made = {v for e in eqns for v in e.outvars}
     reads = {v for e in eqns for v in e.invars if isinstance(v, Var)} - made
     inside = [k.path for k in known if k is c or any(a is c for a in k.ancestors())]
-    around = c.runs // c.trips  # the equations' own cost counts their trips already
+    around = c.runs // max(c.trips, 1)  # the equations' own cost counts their trips already
     input_bytes = sum(jaxprs.nbytes(v.aval) for v in reads)
     if c.kind == "scan":
         (call,) = jaxprs.calls(eqns[0])

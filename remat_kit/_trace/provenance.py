@@ -35,6 +35,14 @@ class Tagged:
 
     jaxpr: Any
     origins: list[Origin]
+    _known: dict[int, tuple[dict[Var, frozenset[Var]], dict[Var, str]]] = dataclasses.field(default_factory=dict)
+
+    def _named(self, owner: Any) -> tuple[dict[Var, frozenset[Var]], dict[Var, str]]:
+        """`identical` of one program and its named variables, found once: every residual asks."""
+        if id(owner) not in self._known:
+            named = {e.outvars[0]: n for e in owner.eqns if (n := jaxprs.name_of(e)) is not None}
+            self._known[id(owner)] = identical(owner, through_rules=True), named
+        return self._known[id(owner)]
 
     def names(self, chain: tuple[int, ...], index: int) -> tuple[str, ...]:
         """All checkpoint names of one output of an original equation, through the calls around it."""
@@ -42,8 +50,9 @@ class Tagged:
         while chain:
             origin = self.origins[chain[-1]]
             var = origin.eqn.outvars[index]
-            alike = identical(origin.owner).get(var, frozenset((var,)))
-            found += [n for e in origin.owner.eqns if (n := jaxprs.name_of(e)) is not None and e.outvars[0] in alike]
+            same, named = self._named(origin.owner)
+            alike = same.get(var, frozenset((var,)))
+            found += [n for v, n in named.items() if v in alike]
             out = [i for i, v in enumerate(origin.owner.outvars) if isinstance(v, Var) and v in alike]
             chain = chain[:-1]
             if not out or not chain:
@@ -53,6 +62,17 @@ class Tagged:
                 break
             index = out[0]
         return tuple(dict.fromkeys(found))
+
+    def op(self, tag: int) -> str:
+        """The operation that a number stands for; for a rule attached to a value, the operation that makes it."""
+        eqn, owner = self.origins[tag].eqn, self.origins[tag].owner
+        named = handed_on(eqn)
+        made = {v: e for e in owner.eqns for v in e.outvars} if named is not None else {}
+        while isinstance(named, Var) and named in made:
+            if jaxprs.name_of(made[named]) is None:
+                return jaxprs.op_of(made[named] if named is not handed_on(eqn) else eqn)
+            named = made[named].invars[0]
+        return jaxprs.op_of(eqn)
 
     def _call(self, tag: int, owner: Any) -> jaxprs.Call | None:
         return next((c for c in jaxprs.calls(self.origins[tag].eqn) if jaxprs.opened(c.jaxpr) is owner), None)
@@ -69,15 +89,29 @@ class Tagged:
         return next((s[len(marks.BLOCK) :] for s in scopes if s.startswith(marks.BLOCK)), "")
 
 
-def identical(owner: Any) -> dict[Var, frozenset[Var]]:
-    """The variables of one program that are one value under several checkpoint names."""
+def identical(owner: Any, *, through_rules: bool = False) -> dict[Var, frozenset[Var]]:
+    """The variables of one program that are one value under several checkpoint names.
+
+    Args:
+      through_rules: whether a value that a custom rule hands on as it is counts as the same.
+    """
     groups: dict[Var, set[Var]] = {}
     for e in owner.eqns:
-        if jaxprs.name_of(e) is not None and isinstance(e.invars[0], Var):
-            joined = groups.setdefault(e.invars[0], {e.invars[0]})
+        operand = e.invars[0] if jaxprs.name_of(e) is not None else handed_on(e) if through_rules else None
+        if isinstance(operand, Var):
+            joined = groups.setdefault(operand, {operand})
             joined.add(e.outvars[0])
             groups[e.outvars[0]] = joined
     return {v: frozenset(g) for v, g in groups.items()}
+
+
+def handed_on(eqn: JaxprEqn) -> Any:
+    """The operand that a custom_jvp call returns as it is (only its derivative is another); None for any other."""
+    if eqn.primitive.name != "custom_jvp_call" or len(eqn.outvars) != 1:
+        return None
+    inner = jaxprs.opened(jaxprs.calls(eqn)[0].jaxpr)
+    out = inner.outvars[0]
+    return eqn.invars[inner.invars.index(out)] if not inner.eqns and out in inner.invars else None
 
 
 def tag(jaxpr: Any, *, without_remat: bool = False) -> Tagged:

@@ -28,7 +28,7 @@ class Found:
 
 def read(
     lin: Linearized,
-    labels: Sequence[str],
+    labels: tuple[str, ...],
     *,
     device_bytes: Mapping[int, int] | None = None,
     hidden_names: frozenset[str] = frozenset(),
@@ -55,6 +55,8 @@ def read(
         aval = var.aval
         kind = _kind(root, var, aval)
         names, path, source, op, block = _describe(s, lin, hidden_names)
+        needed_by, later = _needed_by(back, indices, tags.op)
+        names = tuple(dict.fromkeys((*names, *(n for n in later if n not in hidden_names))))
         if block_of is not None and not block:
             block = block_of(s.chain)
         if s.kind == "carry":  # it belongs to the loop, which bears the block's path
@@ -83,7 +85,7 @@ def read(
             block=block,
             path=path,
             source=source,
-            needed_by=_needed_by(back, indices, tags.origins),
+            needed_by=needed_by,
             alias_of=copy_of,
             recompute_flops=flops,
         )
@@ -101,29 +103,33 @@ def _kind(root: Level, var: Any, aval: Any) -> Kind:
 
 def _describe(s: Source, lin: Linearized, hidden: frozenset[str]) -> tuple[tuple[str, ...], str, str, str, str]:
     """Names, path, source line, operation and block of a value."""
-    chain, tagged = s.chain, lin.tagged
-    names = list(s.names)
-    op, source = s.kind, ""
+    tagged, op = lin.tagged, s.kind
+    names, source, block = _made(s, lin)
     if s.eqn is not None:
         op = jaxprs.op_of(s.eqn)
-        source = _source(s.eqn)
-        if chain:
-            origin = tagged.origins[chain[-1]].eqn
-            source = _source(origin) or source
-            if jaxprs.op_of(origin) == op and s.index < len(origin.outvars):
-                names += tagged.names(chain, s.index)
     elif s.kind == "carry" and s.level.call is not None:
         # The value carried in is what the iteration before carried out.
         i = s.level.jaxpr.invars.index(s.var) - s.level.call.num_consts
-        before = trace_back(s.level, s.level.jaxpr.outvars[i])
-        names += before.names
-        if before.eqn is not None:
-            source = _source(before.eqn)
-            if before.chain and jaxprs.op_of(o := tagged.origins[before.chain[-1]].eqn) == jaxprs.op_of(before.eqn):
-                names += tagged.names(before.chain, before.index) if before.index < len(o.outvars) else ()
+        more, source, block = _made(trace_back(s.level, s.level.jaxpr.outvars[i]), lin)
+        names += more
+    for other in s.others:
+        names += _describe(other, lin, hidden)[0]
     kept = tuple(n for n in dict.fromkeys(names) if n not in hidden)
-    block = tagged.block(chain)
-    return kept, tagged.path(chain), source, op, block
+    return kept, tagged.path(s.chain), source, op, block
+
+
+def _made(s: Source, lin: Linearized) -> tuple[list[str], str, str]:
+    """Names, source line and block of a value, from the original of the equation that makes it."""
+    chain, tagged, names = s.chain, lin.tagged, list(s.names)
+    if s.eqn is None:
+        return names, "", tagged.block(chain)
+    source = _source(s.eqn)
+    if chain:
+        origin = tagged.origins[chain[-1]].eqn
+        source = _source(origin) or source
+        if jaxprs.op_of(origin) == jaxprs.op_of(s.eqn) and s.index < len(origin.outvars):
+            names += tagged.names(chain, s.index)
+    return names, source, tagged.block(chain)
 
 
 def _source(eqn: JaxprEqn) -> str:
@@ -203,39 +209,46 @@ def _outer(level: Level, var: Var) -> list[tuple[Level, Any]]:
 # Who needs it -------------------------------------------------------------------------------------
 
 
-def _needed_by(back: Level, indices: Sequence[int], origins: Sequence[Any]) -> tuple[str, ...]:
-    """The operations whose derivative rule reads a value, or whose recomputation starts from it."""
+def _needed_by(
+    back: Level, indices: Sequence[int], op_of: Callable[[int], str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The operations whose derivative rule reads a value or whose recomputation starts from it; names given there."""
     ops: dict[str, None] = {}
-    todo: list[tuple[Level, Any]] = [(back, back.jaxpr.invars[i]) for i in indices]
+    names: list[str] = []
+    # Whether what is read is still the value itself, so that a name given to it is a name of the value.
+    todo: list[tuple[Level, Any, bool]] = [(back, back.jaxpr.invars[i], True) for i in indices]
     seen: set[tuple[int, Any]] = set()
     while todo:
-        level, var = todo.pop(0)
+        level, var, itself = todo.pop(0)
         if (id(level), var) in seen:
             continue
         seen.add((id(level), var))
-        for eqn in level.jaxpr.eqns:
-            positions = [i for i, v in enumerate(eqn.invars) if v is var]
-            if not positions:
-                continue
+        for eqn, positions in level.readers.get(var, ()):
             children = [c for c in level.children(eqn) if c.call is not None and c.call.kind is not CallKind.OPAQUE]
             if children:
                 for c in children:
+                    first, carried = c.call.num_consts, c.call.num_carry  # type: ignore[union-attr]
                     todo += [
-                        (c, v)
-                        for v, o in zip(c.jaxpr.invars, c.call.operands, strict=False)  # type: ignore[union-attr]
+                        (c, v, itself and not first <= i < first + carried)
+                        for i, (v, o) in enumerate(zip(c.jaxpr.invars, c.call.operands, strict=False))  # type: ignore[union-attr]
                         if o in positions
                     ]
-            elif eqn.primitive.name in _PASSING:
-                todo += [(level, v) for v in eqn.outvars if _same_size(v, var)]
+            elif eqn.primitive.name == "optimization_barrier":
+                todo += [(level, eqn.outvars[i], itself) for i in positions]
+            elif eqn.primitive.name in _PASSING or jaxprs.name_of(eqn) is not None:
+                names += [n] if (n := jaxprs.name_of(eqn)) is not None and itself else []
+                same = itself and eqn.primitive.name not in _CHANGING
+                todo += [(level, v, same) for v in eqn.outvars if _same_size(v, var)]
             else:
                 chain = level.chain_of(eqn)
                 if chain:
-                    op = jaxprs.op_of(origins[chain[-1]].eqn)
+                    op = op_of(chain[-1])
                     ops.setdefault(f"recompute({op})" if _recomputes(level, eqn) else op)
-    return tuple(ops)
+    return tuple(ops), tuple(names)
 
 
-_PASSING = {"optimization_barrier", "reduce_precision", "device_put", "copy", "convert_element_type", *VIEWS}
+_CHANGING = {"convert_element_type", *VIEWS}
+_PASSING = {"reduce_precision", "device_put", "copy", *_CHANGING}
 
 
 def _same_size(a: Any, b: Any) -> bool:

@@ -11,7 +11,7 @@ import jax
 
 from remat_kit._errors import RematError
 from remat_kit._trace import marks
-from remat_kit._trace.inputs import SLOT, Result, Spec, split
+from remat_kit._trace.inputs import Spec, seal, split
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,26 +47,24 @@ def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         raise RematError(f"expected a function to trace, got {type(fun).__name__}: {fun!r:.80}")
     leaves, spec = split((args, kwargs))
 
-    def flat(*xs: Any) -> Result:
+    def flat(*xs: Any) -> Any:
         a, k = spec.merge(xs)
         with marks.read(modules=(a, k)):
-            return Result.of(fun(*a, **k))
+            return seal(fun(*a, **k))
 
     jaxpr, out = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-    labels, argnums = _labels(fun, args, kwargs, spec)
-    return Traced(jaxpr, spec, out.spec, labels, argnums)
+    labels, argnums = _labels(fun, args, kwargs)
+    return Traced(jaxpr, spec, Spec.of(out), labels, argnums)
 
 
-def _labels(fun: Any, args: Any, kwargs: Any, spec: Spec) -> tuple[tuple[str, ...], tuple[int | str, ...]]:
+def _labels(fun: Any, args: Any, kwargs: Any) -> tuple[tuple[str, ...], tuple[int | str, ...]]:
     try:
         names = [p.name for p in inspect.signature(fun).parameters.values() if p.kind in (0, 1)]
     except (TypeError, ValueError):
         names = []
-    paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    paths, _ = jax.tree_util.tree_flatten_with_path(seal((args, kwargs)))
     labels, argnums = [], []
-    for (path, _), static in zip(paths, spec.static, strict=True):
-        if static is not SLOT:
-            continue
+    for path, _ in paths:
         where, rest = path[1], path[2:]
         if path[0].idx == 0:
             position = where.idx

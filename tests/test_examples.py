@@ -1,0 +1,68 @@
+"""The examples in their short form: both train, and remat changes what is kept but not the training."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Returns a function that runs an example once and gives its two results: without and with remat."""
+    done = {}
+
+    def get(name):
+        if name not in done:
+            spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+            sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
+            try:
+                spec.loader.exec_module(module)
+                done[name] = module.main(["--small"])
+            finally:
+                del sys.modules[name]
+        return done[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", ["train_gpt", "train_vit"])
+def test_remat_leaves_the_loss_curve_as_it_was(runs, name):
+    plain, remat = runs(name)
+    assert len(plain.losses) == len(remat.losses) >= 100
+    np.testing.assert_allclose(remat.losses, plain.losses, rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(remat.losses[:5], plain.losses[:5], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["train_gpt", "train_vit"])
+def test_remat_keeps_fewer_residuals(runs, name):
+    plain, remat = runs(name)
+    assert 0 < remat.residual_bytes < plain.residual_bytes / 2
+    assert 0 < remat.temp_bytes <= plain.temp_bytes
+    assert plain.temp_bytes < plain.total_bytes
+
+
+def test_compiled_memory_falls_where_layers_are_scanned(runs):
+    plain, remat = runs("train_gpt")
+    assert remat.temp_bytes < 0.8 * plain.temp_bytes
+
+
+def test_gpt_learns_more_than_the_frequency_of_characters(runs):
+    from pydoc_data.topics import topics
+
+    counts = np.bincount(np.frombuffer("".join(topics.values()).encode("ascii", "ignore"), np.uint8))
+    share = counts[counts > 0] / counts.sum()
+    for run in runs("train_gpt"):
+        assert run.losses[-10:].mean() < run.losses[:10].mean() - 1
+        assert run.val_loss < -(share * np.log(share)).sum() - 0.3
+        assert run.val_accuracy > share.max() + 0.04
+        assert len(run.sample) == 60 and run.sample.isascii()
+
+
+def test_vit_tells_digits_apart(runs):
+    for run in runs("train_vit"):
+        assert run.losses[-10:].mean() < run.losses[:10].mean() / 3
+        assert run.val_accuracy > 0.6 and run.test_accuracy > 0.6  # by chance: 0.1

@@ -1,0 +1,219 @@
+"""What `rk.remat` refuses or warns of instead of passing it over: names, mutable references, modules, jax_remat3."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax.ad_checkpoint import checkpoint_name as name
+
+import remat_kit as rk
+
+JAX = jax.checkpoint_policies
+REMAT3 = bool(jax.config.jax_remat3)
+EARLY = REMAT3 and jax.__version_info__ < (0, 11)
+remat3 = pytest.mark.skipif(not REMAT3, reason="about jax_remat3")
+early_remat3 = pytest.mark.skipif(not EARLY, reason="about jax_remat3 of JAX 0.10")
+OFFLOAD = {"offload_src": "device", "offload_dst": "pinned_host"}
+
+
+def f(x):
+    return jnp.sin(name(jnp.sin(x), "first"))
+
+
+# Names -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["save name=frist", rk.save(name="frist"), "save name=first|other", "save name=b*"])
+def test_a_name_that_the_function_does_not_have_is_an_error(policy):
+    with pytest.raises(rk.RematError, match="Its checkpoint names: 'first'"):
+        rk.remat(f, policy=policy)(1.0)
+
+
+def test_near_names_are_suggested():
+    with pytest.raises(rk.RematError, match="'frist'.*Did you mean 'first'"):
+        jax.grad(rk.remat(f, policy="save name=frist"))(1.0)
+
+
+@pytest.mark.parametrize("decorated", [False, True])
+def test_in_a_policy_of_jax_it_is_a_warning(decorated):
+    policy = JAX.save_only_these_names("frist")
+    g = rk.remat(policy=policy)(f) if decorated else rk.remat(f, policy=policy)
+    with pytest.warns(rk.RematWarning, match="'frist'.*Did you mean 'first'"):
+        assert np.isclose(jax.grad(g)(1.0), jax.grad(f)(1.0))
+    marked = rk.remat(f, block="limits")
+    with pytest.warns(rk.RematWarning, match="'frist'"), rk.override({"limits": policy}):
+        marked(1.0)
+
+
+def test_names_that_are_there_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.grad(rk.remat(f, policy=JAX.save_only_these_names("first")))(1.0)
+
+
+# Mutable references ------------------------------------------------------------------------------------
+
+
+def test_writes_to_an_argument_are_refused():
+    def counts(x, ref):
+        ref[...] += 1
+        return jnp.sin(jnp.sin(x))
+
+    ref = jax.new_ref(jnp.float32(0))
+    for policy in ("full", "dots", "save op=sin"):
+        for call in (rk.remat(counts, policy=policy), jax.grad(rk.remat(counts, policy=policy))):
+            with pytest.raises(rk.RematError, match="writes to a mutable reference"):
+                call(1.0, ref)
+    assert ref[...] == 0
+    jax.grad(rk.remat(counts, policy="none"))(1.0, ref)
+    assert ref[...] == 1
+
+
+def test_writes_to_a_captured_reference_are_refused():
+    ref = jax.new_ref(jnp.float32(0))
+
+    def counts(x):
+        ref[...] += 1
+        return jnp.sin(jnp.sin(x))
+
+    for call in (rk.remat(counts), jax.grad(rk.remat(counts)), jax.jit(rk.remat(counts))):
+        with pytest.raises(rk.RematError, match="writes to a mutable reference"):
+            call(1.0)
+    assert ref[...] == 0
+
+
+def test_references_may_be_read_and_made():
+    ref = jax.new_ref(jnp.float32(2))
+    if not EARLY:  # which cannot differentiate such a function
+        assert np.isclose(jax.grad(rk.remat(lambda x, r: jnp.sin(x * r[...])))(1.0, ref), 2 * jnp.cos(2.0))
+        assert np.isclose(jax.grad(rk.remat(lambda x: jnp.sin(x * ref[...])))(1.0), 2 * jnp.cos(2.0))
+
+    def local(x):
+        r = jax.new_ref(x)
+        r[...] = jnp.sin(r[...])
+        return r[...]
+
+    assert rk.remat(local)(1.0) == jnp.sin(1.0)
+
+
+@pytest.mark.skipif(REMAT3, reason="jax_remat3 does not take references of backward rules")
+def test_backward_rules_may_write():
+    @jax.custom_vjp
+    def stash(ref, x):
+        return x
+
+    def backward(ref, g):
+        ref[...] = g
+        return None, g
+
+    stash.defvjp(lambda ref, x: (x, ref), backward)
+    ref = jax.new_ref(jnp.float32(0))
+    grad = jax.jit(jax.grad(rk.remat(lambda x, ref: jnp.sin(stash(ref, jnp.sin(x))))))(1.0, ref)
+    assert np.isclose(ref[...], jnp.cos(jnp.sin(1.0))) and np.isclose(grad, ref[...] * jnp.cos(1.0))
+
+
+# Modules ---------------------------------------------------------------------------------------------
+
+
+def test_nnx_modules_belong_to_rk_nnx():
+    module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    for call in (
+        lambda: rk.remat(lambda m, x: m(x))(module, jnp.ones(2)),
+        lambda: rk.remat(lambda x, *, m: m["a"][0](x))(jnp.ones(2), m={"a": [module]}),
+        lambda: rk.remat(module),
+        lambda: rk.remat(module.__call__),
+        lambda: rk.remat(lambda r: r.dropout())(nnx.Rngs(0)),
+    ):
+        with pytest.raises(rk.RematError, match="rk.nnx.remat"):
+            call()
+
+    class Block(nnx.Module):
+        @rk.remat("dots")
+        def __call__(self, x):
+            return x
+
+    with pytest.raises(rk.RematError, match="rk.nnx.remat"):
+        Block()(1.0)
+    graph, state = nnx.split(module)  # pure data: fine
+    grad = jax.grad(rk.remat(lambda s, x: jnp.sum(nnx.merge(graph, s)(x))))(state, jnp.ones(2))
+    assert jax.tree.structure(grad) == jax.tree.structure(state)
+
+
+def test_bound_linen_modules_belong_to_rk_linen():
+    class Inner(linen.Module):
+        @rk.remat
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(2)(x)
+
+    class Outer(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return rk.remat(lambda layer, x: layer(x))(linen.Dense(2), x)
+
+    for module in (Inner(), Outer()):
+        with pytest.raises(rk.RematError, match="rk.linen.remat"):
+            module.init(jax.random.key(0), jnp.ones(2))
+
+    dense = linen.Dense(2)  # unbound, a module is only its settings
+    params = dense.init(jax.random.key(0), jnp.ones(2))
+    loss = rk.remat(lambda layer, params, x: jnp.sum(layer.apply(params, x)))
+    expected = jax.grad(lambda p: jnp.sum(dense.apply(p, jnp.ones(2))))(params)
+    found = jax.grad(loss, argnums=1)(dense, params, jnp.ones(2))
+    jax.tree.map(np.testing.assert_allclose, found, expected)
+    assert rk.remat(dense.apply)(params, jnp.ones(2)).shape == (2,)
+
+
+# jax_remat3 --------------------------------------------------------------------------------------------
+
+
+@remat3
+def test_a_callable_that_jax_remat3_does_not_ask_is_reported():
+    g = rk.remat(f, policy=lambda prim, *_, **__: prim.name == "sin")
+    with pytest.warns(rk.RematWarning, match="keeps the results of sin, but jax_remat3"):
+        assert np.isclose(jax.grad(g)(1.0), jax.grad(f)(1.0))
+    with pytest.warns(rk.RematWarning, match="keeps the results of .*sin"):
+        rk.remat(f, policy=lambda *_, **__: True)(1.0)
+
+
+@remat3
+def test_what_jax_remat3_honours_does_not_warn():
+    def dense(x):
+        return jnp.sin(name(x @ x, "first"))
+
+    for policy in ("full", "dots", "dots_no_batch", "save name=first", "names", "save op=sin", lambda *_, **__: False):
+        jax.grad(lambda x, p=policy: jnp.sum(rk.remat(dense, policy=p)(x)))(jnp.ones((2, 2)))
+    if not EARLY:
+        both = JAX.save_from_both_policies(JAX.dots_saveable, JAX.save_only_these_names("first"))
+        for policy in ("everything", both):
+            rk.remat(dense, policy=policy)(jnp.ones((2, 2)))
+
+
+@early_remat3
+def test_policies_that_the_early_jax_remat3_ignores():
+    x = jnp.ones((2, 2))
+    for policy in ("offload name=first", "offload_dots", JAX.offload_dot_with_no_batch_dims(**OFFLOAD)):
+        with pytest.raises(rk.RematError, match="offloads, which jax_remat3"):
+            rk.remat(lambda x: f(x @ x), policy=policy)(x)
+    both = JAX.save_from_both_policies(JAX.dots_saveable, JAX.save_only_these_names("first"))
+    for policy, lost in (("everything", "sin"), (both, "dot_general, name"), ("dots", "conv_general_dilated")):
+        with pytest.warns(rk.RematWarning, match=f"keeps the results of .*{lost}"):
+            rk.remat(lambda x: f(jax.numpy.convolve(x[0] @ x, x[0])), policy=policy)(x)
+    with pytest.warns(rk.RematWarning, match="prevent_cse is ignored"):
+        rk.remat(f, prevent_cse=False)(1.0)
+
+
+@pytest.mark.skipif(EARLY, reason="jax_remat3 of this JAX has no prevent_cse")
+def test_regions_with_a_flag_for_each_argument_can_be_rewritten():
+    region = jax.checkpoint(lambda x, y: jnp.sin(jnp.sin(x * y)), prevent_cse=(True, False))
+
+    def loss(x):
+        return region(x, jnp.cos(x))
+
+    for policy in ("full", "save op=sin"):
+        assert np.isclose(jax.grad(rk.apply(loss, policy))(1.0), jax.grad(loss)(1.0))
+    assert rk.residuals(loss, 1.0).total_bytes >= 0
+    assert np.isclose(jax.grad(rk.remat(loss))(1.0), jax.grad(loss)(1.0))
