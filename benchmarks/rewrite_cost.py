@@ -118,7 +118,7 @@ def grad(loss: Any, args: Any) -> Any:
     return jax.make_jaxpr(jax.grad(loss))(*args)
 
 
-def applied(policy: str) -> Callable[[Any, Any], Any]:
+def applied(policy: Any) -> Callable[[Any, Any], Any]:
     return lambda loss, args: grad(rk.apply(loss, policy), args)
 
 
@@ -144,6 +144,7 @@ def ways() -> list[Way]:
         Way("`rk.remat` / `rk.linen.remat`, by names", ours(NAMES), grad),
         Way("`rk.apply`, policy of JAX", none, applied(POLICY)),
         Way("`rk.apply`, by names", none, applied(NAMES)),
+        Way("`rk.apply`, policy of JAX, blocks by path", none, applied({"layer*": POLICY})),
         Way("`rk.residuals`, as written", none, lambda loss, args: rk.residuals(loss, *args)),
         Way("`rk.residuals`, policy of JAX", none, lambda loss, args: rk.residuals(loss, *args, policy=POLICY)),
     ]

@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> tuple[Run, Run]:
     def row(title: str, form: str, *values: float) -> None:
         print(f"{title:38}" + "".join(f"{format(v, form):>16}" for v in values))
 
-    print(f"\n{'':38}{'without':>16}{args.policy:>16}")
+    print(f"\n{'':38}{'without':>16}{'with remat':>16}")
     row("residuals, predicted (MiB)", ".2f", plain.residual_bytes / 2**20, remat.residual_bytes / 2**20)
     row("temporaries, compiled for CPU (MiB)", ".2f", plain.temp_bytes / 2**20, remat.temp_bytes / 2**20)
     row("all of the step, compiled (MiB)", ".2f", plain.total_bytes / 2**20, remat.total_bytes / 2**20)

@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> tuple[Run, Run]:
     def row(title: str, form: str, *values: float) -> None:
         print(f"{title:38}" + "".join(f"{format(v, form):>16}" for v in values))
 
-    print(f"\n{'':38}{'without':>16}{args.policy:>16}")
+    print(f"\n{'':38}{'without':>16}{'with remat':>16}")
     row("residuals, predicted (MiB)", ".2f", plain.residual_bytes / 2**20, remat.residual_bytes / 2**20)
     row("temporaries, compiled for CPU (MiB)", ".2f", plain.temp_bytes / 2**20, remat.temp_bytes / 2**20)
     row("all of the step, compiled (MiB)", ".2f", plain.total_bytes / 2**20, remat.total_bytes / 2**20)
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> tuple[Run, Run]:
     row("validation accuracy", ".1%", plain.val_accuracy, remat.val_accuracy)
     row("test accuracy", ".1%", plain.test_accuracy, remat.test_accuracy)
     print(f"largest difference of the loss curves: {np.abs(plain.losses - remat.losses).max():.1e}")
-    if remat.temp_bytes >= plain.temp_bytes:
+    if remat.temp_bytes > 0.95 * plain.temp_bytes:
         print("XLA merged the recomputation with the forward pass: on CPUs, jaxlib 0.10.2 does so outside of loops.")
     np.testing.assert_allclose(plain.losses, remat.losses, rtol=1e-2, atol=1e-3)
     return plain, remat

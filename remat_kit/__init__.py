@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jax.ad_checkpoint import checkpoint_name as checkpoint_name
+
 from remat_kit._apply import apply as apply
 from remat_kit._errors import RematError as RematError
 from remat_kit._errors import RematWarning as RematWarning
@@ -30,7 +32,6 @@ from remat_kit._trace.report import Residuals as Residuals
 from remat_kit._trace.report import ResidualsDiff as ResidualsDiff
 from remat_kit._wrap import checkpoint as checkpoint
 from remat_kit._wrap import remat as remat
-from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 
 if TYPE_CHECKING:
     from remat_kit import linen as linen

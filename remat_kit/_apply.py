@@ -13,9 +13,9 @@ from remat_kit._globs import matches
 from remat_kit._policy import Policy, policy
 from remat_kit._presets import unmatched_names
 from remat_kit._rewrite import Choice, rewrite
-from remat_kit._trace import blocks, jaxprs, tracing
-from remat_kit._trace.default import default_blocks
+from remat_kit._trace import blocks, jaxprs, survey, tracing
 from remat_kit._trace.blocks import Candidate
+from remat_kit._trace.default import default_blocks
 
 Policies = Any  # str | Policy | JAX callable | Mapping[str, str | Policy | callable]
 
@@ -97,7 +97,9 @@ def select(traced: tracing.Traced, rules: Rules) -> Chosen:
     removed = [
         c.path
         for c in candidates
-        if c.kind == "checkpoint" and (id(c) in around or any(id(a) in mine for a in c.ancestors())) and id(c) not in mine
+        if c.kind == "checkpoint"
+        and (id(c) in around or any(id(a) in mine for a in c.ancestors()))
+        and id(c) not in mine
     ]
     chosen_paths = {c.path for c, _ in taken}  # a region that fills the body of a chosen scan shares its path
     replaced = [c.path for c, _ in taken if c.kind == "checkpoint"] + [p for p in removed if p in chosen_paths]
@@ -116,16 +118,16 @@ def check_names(jaxpr: Any, policies: Iterable[Policy]) -> None:
     asked = [p for p in policies if p.name_globs]
     if not asked:
         return
-    have = inside = jaxprs.names_in(jaxpr, forward_rules=True)
+    have = inside = survey.names_in(jaxpr, forward_rules=True)
     if jaxprs.remat3():
-        have = jaxprs.names_in(jaxpr)
+        have = survey.names_in(jaxpr)
     for p in asked:
         missing = unmatched_names(p, have)
         if missing and any(matches(missing[0], n) for n in inside - have):
             raise RematError(
                 f"policy {p.name or str(p)[:200]!r}: the name {missing[0]!r} is given inside the forward rule of a "
-                "custom_vjp function, where jax_remat3 ignores names. Name a value outside the rule, or use the classic "
-                "implementation (jax.config.update('jax_remat3', False))."
+                "custom_vjp function, where jax_remat3 ignores names. Name a value outside the rule, or use the "
+                "classic implementation (jax.config.update('jax_remat3', False))."
             )
         if missing:
             listed = ", ".join(repr(n) for n in sorted(have)) or "none (name values with rk.checkpoint_name)"
@@ -137,7 +139,7 @@ def check_names(jaxpr: Any, policies: Iterable[Policy]) -> None:
 
 def rewritten(traced: tracing.Traced, rules: Rules) -> tuple[Any, Chosen]:
     """The program of a traced function with rules applied, traced anew, and the blocks that they came to."""
-    if jaxprs.contains_gradient(traced.jaxpr):
+    if survey.contains_gradient(traced.jaxpr):
         raise RematError(
             "the function contains its own gradient (a training step?), so what it keeps is decided already. Apply the "
             "policy to the loss, before jax.grad; or mark blocks in it with rk.remat(block=...) and use rk.override."

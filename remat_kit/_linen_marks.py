@@ -20,7 +20,12 @@ def marking() -> Iterator[None]:
 
 def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
     module, method = context.module, context.method_name
-    if not marks.reading() or module.scope is None or method == "setup" or method.startswith("_") != (method == "__call__"):
+    if (
+        not marks.reading()
+        or module.scope is None
+        or method == "setup"
+        or method.startswith("_") != (method == "__call__")
+    ):
         return next_fun(*args, **kwargs)
     path = tuple(str(p) for p in module.path)
     above = marks.frames()[-1].path

@@ -60,7 +60,9 @@ def facts(eqn: JaxprEqn, index: int, names: Names, path: str) -> ValueFacts:
     )
 
 
-def evaluate_named(jaxpr: Any, policy: Policy, args: Sequence[Any], path: tuple[str, ...] = (), outer: Any = None) -> list:
+def evaluate_named(
+    jaxpr: Any, policy: Policy, args: Sequence[Any], path: tuple[str, ...] = (), outer: Any = None
+) -> list:
     """Evaluates a closed program with the values that a policy saves or offloads named.
 
     Args:

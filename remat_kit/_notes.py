@@ -94,7 +94,7 @@ def _rerun_rules(lin: Linearized) -> list[str]:
     out = []
     remedy = "'save op=custom_vjp_call' keeps all of them."
     if jaxprs.remat3():
-        remedy = "jax_remat3 keeps nothing of forward rules; the classic implementation can ('save op=custom_vjp_call')."
+        remedy = "jax_remat3 keeps nothing of such rules; the classic implementation can ('save op=custom_vjp_call')."
     for tag, types in uncovered.items():
         eqn = origins[tag].eqn
         file, line, _ = jaxprs.source_line(eqn)

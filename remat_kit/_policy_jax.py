@@ -87,7 +87,7 @@ def from_jax(policy: Callable[..., Any]) -> tuple[tuple[Rule, ...], Action] | No
         if any(part and Action.OFFLOAD in (part[1], *(rule.action for rule in part[0])) for part in parts):
             raise RematError(
                 "jax.checkpoint_policies.save_from_both_policies cannot combine a policy that offloads: JAX fails when "
-                "it differentiates. Combine them here, as policy(first) | policy(second); the first wins where both speak."
+                "it differentiates. Combine them here, as policy(first) | policy(second) (the first wins)."
             )
         return None
     try:

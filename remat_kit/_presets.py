@@ -92,8 +92,8 @@ _BUILT_IN: list[tuple[str, str, str, tuple[str, ...]]] = [
     (
         "attention_kernels",
         "save op=custom_vjp_call*",
-        "Keeps all that custom_vjp calls (fused attention kernels) hand to their backward rules, so that none runs again. "
-        "Recomputes everything else. Not under jax_remat3, which ignores names in forward rules.",
+        "Keeps all that custom_vjp calls (fused attention kernels) hand to their backward rules, so that none runs "
+        "again. Recomputes everything else. Not under jax_remat3, which ignores names in forward rules.",
         (),
     ),
     (

@@ -134,12 +134,16 @@ def _outputs(traced: tracing.Traced, call: _adapters.Call, has_aux: bool) -> lis
     loss = call.result(traced.outputs.merge(_Output(i, a) for i, a in enumerate(avals)))
     if has_aux:
         if not isinstance(loss, tuple) or len(loss) != 2:
-            raise RematError(f"has_aux=True needs a function that returns (loss, aux); it returned {type(loss).__name__}.")
+            raise RematError(
+                f"has_aux=True needs a function that returns (loss, aux); it returned {type(loss).__name__}."
+            )
         loss = loss[0]
     leaves = jax.tree.leaves(loss)
     out = leaves[0] if len(leaves) == 1 and isinstance(leaves[0], _Output) else None
     if out is None or out.aval.shape != ():
-        found = ", ".join(x.aval.str_short() if isinstance(x, _Output) else type(x).__name__ for x in leaves) or "nothing"
+        found = (
+            ", ".join(x.aval.str_short() if isinstance(x, _Output) else type(x).__name__ for x in leaves) or "nothing"
+        )
         more = " It returned a pair: pass has_aux=True if the second is auxiliary." if isinstance(loss, tuple) else ""
         raise RematError(
             f"the function must return one scalar, as jax.grad requires, but returned {found}.{more} "

@@ -17,7 +17,7 @@ import jax
 from remat_kit import _limits, _naming
 from remat_kit._errors import RematError
 from remat_kit._policy import Action, Policy
-from remat_kit._trace import jaxprs, marks
+from remat_kit._trace import jaxprs, marks, survey
 from remat_kit._trace.blocks import Candidate, Site
 from remat_kit._trace.jaxprs import CallKind, JaxprEqn, Literal, Var
 
@@ -157,13 +157,15 @@ def _schedule(
         made_late = {v for k in late for v in owner.eqns[k].outvars}
         if any(isinstance(v, Var) and v in made_late for k in members for v in owner.eqns[k].invars):
             raise RematError(
-                f"block {c.path!r} cannot be one unit: it calls out to a part of the program that needs its own results. "
-                "Choose the blocks inside it or around it."
+                f"block {c.path!r} cannot be one unit: it calls out to a part of the program that needs its own "
+                "results. Choose the blocks inside it or around it."
             )
         for k in between:
             if k not in late:
                 if k in of and of[k] != of[i]:
-                    raise RematError(f"blocks {c.path!r} and {groups[of[k]][0].path!r} are interleaved; choose one of them.")
+                    raise RematError(
+                        f"blocks {c.path!r} and {groups[of[k]][0].path!r} are interleaved; choose one of them."
+                    )
                 order.append((None, (k,)))
                 placed.add(k)
         order.append(((c, p), tuple(sorted(members))))
@@ -224,7 +226,7 @@ def block_function(jaxpr: Any, policy: Policy, *, prevent_cse: Any = True, keep_
 
 def _shared(jaxpr: Any, policy: Policy | None) -> Flat:
     kept: dict[int, Any] = {}
-    key = (jaxprs.fingerprint(jaxpr, kept, marks.unnumbered), policy, jaxprs.cache_key())
+    key = (survey.fingerprint(jaxpr, kept, marks.unnumbered), policy, jaxprs.cache_key())
     if any(jaxprs.is_tracer(x) for x in kept.values()):
         return _function(jaxpr, policy)
     if key not in _functions:
@@ -253,9 +255,7 @@ def without_regions(jaxpr: Any) -> Any:
     eqns, changed = [], False
     for e in owner.eqns:
         programs: Mapping[Any, Any] = {
-            c.key: new
-            for c in jaxprs.calls(e)
-            if c.rewritable and (new := without_regions(c.jaxpr)) is not c.jaxpr
+            c.key: new for c in jaxprs.calls(e) if c.rewritable and (new := without_regions(c.jaxpr)) is not c.jaxpr
         }
         region = jaxprs.remat_region(e)
         if region is not None and not region.differentiated:
@@ -279,6 +279,6 @@ def refuse_writes(written: Sequence[str]) -> None:
     """Raises a RematError if any mutable reference, given as text, is written to."""
     if written:
         raise RematError(
-            f"a rematerialized function writes to a mutable reference ({', '.join(written)}): recomputation would write "
-            "again. Return the value instead and write it outside, or leave this part without remat."
+            f"a rematerialized function writes to a mutable reference ({', '.join(written)}): recomputation would "
+            "write again. Return the value instead and write it outside, or leave this part without remat."
         )

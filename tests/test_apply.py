@@ -16,9 +16,7 @@ TINY = dict(layers=3, batch=2, length=8, width=16, heads=2, vocab=32, dtype="flo
 
 def residual_bytes(fun, *args):
     """Bytes of intermediates that jax.vjp holds with respect to the first argument, counted by JAX itself."""
-    traced, shape = jax.make_jaxpr(
-        lambda *a: jax.vjp(lambda x: fun(x, *a[1:]), a[0]), return_shape=True
-    )(*args)
+    traced, shape = jax.make_jaxpr(lambda *a: jax.vjp(lambda x: fun(x, *a[1:]), a[0]), return_shape=True)(*args)
     held = traced.jaxpr.outvars[len(traced.jaxpr.outvars) - len(jax.tree.leaves(shape[1])) :]
     inputs = {*traced.jaxpr.invars, *traced.jaxpr.constvars}
     kept = {v for v in held if isinstance(v, jax.extend.core.Var) and v not in inputs}
@@ -74,7 +72,9 @@ def test_inside_a_scan_no_barrier_is_put_in(gpt):
 
 
 def test_unrolled_layers_become_a_block_each():
-    loss, args = rk.zoo.vit(layers=3, batch=2, image=8, patch=4, width=16, heads=2, classes=4, dtype="float32", abstract=False)
+    loss, args = rk.zoo.vit(
+        layers=3, batch=2, image=8, patch=4, width=16, heads=2, classes=4, dtype="float32", abstract=False
+    )
     full = rk.apply(loss, "full")
     assert remat_calls(full, *args) == 3
     assert rk.residuals(loss, *args, policy="full").blocks == ("layers_0", "layers_1", "layers_2")
@@ -83,17 +83,24 @@ def test_unrolled_layers_become_a_block_each():
 
 def test_identical_layers_share_one_traced_body():
     """As many different bodies as in jax.checkpoint of one layer function: JAX's caches must hit."""
-    loss, args = rk.zoo.vit(layers=4, batch=2, image=8, patch=4, width=16, heads=2, classes=4, dtype="float32", abstract=False)
+    loss, args = rk.zoo.vit(
+        layers=4, batch=2, image=8, patch=4, width=16, heads=2, classes=4, dtype="float32", abstract=False
+    )
     traced = jax.make_jaxpr(rk.apply(loss, "full"))(*args)
-    bodies = [e.params["jaxpr"] if "jaxpr" in e.params else e.params["_prim"].jaxpr for e in traced.jaxpr.eqns
-              if e.primitive.name in ("remat2", "checkpoint") or "_prim" in e.params and hasattr(e.params["_prim"], "policy")]
+    bodies = [
+        e.params["jaxpr"] if "jaxpr" in e.params else e.params["_prim"].jaxpr
+        for e in traced.jaxpr.eqns
+        if e.primitive.name in ("remat2", "checkpoint") or "_prim" in e.params and hasattr(e.params["_prim"], "policy")
+    ]
     assert len(bodies) == 4
     if not jax.config.jax_remat3:
         assert len({id(b) for b in bodies}) == 1
 
 
 def test_first_matching_glob_decides_and_none_leaves_a_block_alone():
-    loss, args = rk.zoo.vit(layers=3, batch=2, image=8, patch=4, width=16, heads=2, classes=4, dtype="float32", abstract=False)
+    loss, args = rk.zoo.vit(
+        layers=3, batch=2, image=8, patch=4, width=16, heads=2, classes=4, dtype="float32", abstract=False
+    )
     some = rk.apply(loss, {"layers_0": "none", "layers_*": "full"})
     assert remat_calls(some, *args) == 2
     assert_same_gradients(loss, some, *args)
@@ -270,6 +277,10 @@ def test_closed_over_tracers_and_caches():
     assert once == 1 and len(calls) == 2
 
 
+@pytest.mark.skipif(
+    jax.config.jax_remat3 and jax.__version_info__ < (0, 11),
+    reason="jax_remat3 of JAX 0.10.2 cannot differentiate any jax.checkpoint inside jax.shard_map",
+)
 def test_shard_map_inside_and_outside_blocks():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("d")

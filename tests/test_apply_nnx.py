@@ -10,7 +10,6 @@ from flax import nnx
 
 import remat_kit as rk
 
-
 # Sown values are one of the kinds of state that must come through; NNX prefers nnx.capture now.
 pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 
@@ -101,9 +100,7 @@ def test_modules_anywhere_in_the_arguments_and_shared_ones(models):
         return jnp.sum(models["a"](x) + models["b"](2 * x))
 
     applied = rk.apply(both, "full")
-    np.testing.assert_allclose(
-        both({"a": plain, "b": plain}, X), applied({"a": other, "b": other}, X), rtol=1e-5
-    )
+    np.testing.assert_allclose(both({"a": plain, "b": plain}, X), applied({"a": other, "b": other}, X), rtol=1e-5)
     assert_same_state(plain, other)
 
 

@@ -111,7 +111,17 @@ def marked_layers(ws, x):
         (lambda: (marked_layers, (WS, X)), ("mlp", "mlp#2", "mlp#3")),
         (lambda: (lambda w, x: jnp.sum(jnp.sin(x @ w[0])), (WS, X)), ("whole",)),
     ],
-    ids=["scanned", "scanned-remat", "encoder-decoder", "tied", "decorated", "nested-scans", "jitted", "marked", "whole"],
+    ids=[
+        "scanned",
+        "scanned-remat",
+        "encoder-decoder",
+        "tied",
+        "decorated",
+        "nested-scans",
+        "jitted",
+        "marked",
+        "whole",
+    ],
 )
 def test_default_blocks(make, blocks):
     fun, args = make()

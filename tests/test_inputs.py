@@ -91,7 +91,8 @@ def test_what_is_no_number_or_array_stays_itself(value):
     assert isinstance(kwargs["nested"][0]["b"], jax.core.Tracer)
 
     f = rk.remat(lambda x: {"x": x, "v": [value, None]})
-    assert f(1.0)["v"][0] is value and f(1.0)["v"][1] is None
+    for _ in range(3):
+        assert f(1.0)["v"][0] is value and f(1.0)["v"][1] is None
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, 2j, np.float32(1), np.bool_(True), np.ones(2), jnp.ones(2)], ids=repr)

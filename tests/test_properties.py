@@ -260,3 +260,45 @@ def test_remat_changes_nothing(program, policy, way):
         assert re.search(REFUSED, str(e)), e
         return
     check_same(program, new, way)
+
+
+# Found by search, kept as examples ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["save op=fft", "save op=fft|exp", "recompute op=sin; save rest"])
+@pytest.mark.parametrize("wrap", [rk.apply, lambda fn, policy: rk.remat(fn, policy=policy)])
+def test_complex_values_can_be_kept(wrap, policy):
+    """JAX cannot keep a complex value by its name; its two parts are kept instead."""
+
+    def fn(x):
+        z = jnp.fft.fft(jnp.sin(x))
+        return jnp.sum(jnp.real(jnp.exp(0.1 * z) * z))
+
+    x = jnp.arange(3.0)
+    same(jax.grad(fn)(x), jax.grad(wrap(fn, policy))(x))
+    report = rk.residuals(wrap(fn, policy), x)
+    assert report.total_bytes == held(wrap(fn, policy), x).made
+    assert report.total_bytes == (2 if policy == "save op=fft" else 4) * x.nbytes
+
+
+def test_loops_that_never_run():
+    """A scan over no elements is a block like any other."""
+
+    def fn(w, xs):
+        c, ys = jax.lax.scan(lambda c, x: (jnp.tanh(c * w + x), jnp.sin(c)), w, xs)
+        return jnp.sum(c) + jnp.sum(ys)
+
+    args = jnp.ones(3), jnp.ones((0, 3))
+    (block,) = [b for b in rk.trace(fn, *args).blocks if b.kind == "scan"]
+    assert (block.trips, block.flops) == (0, 0)
+    for policy in ("full", "save op=tanh", {"scan": "dots"}):
+        assert rk.residuals(fn, *args, policy=policy).total_bytes == held(rk.apply(fn, policy), *args).made == 0
+        same(jax.grad(fn)(*args), jax.grad(rk.apply(fn, policy))(*args))
+
+
+def test_empty_sums_cost_nothing():
+    def fn(x, empty):
+        return jnp.sum(jnp.sin(x) * jnp.sum(empty))
+
+    report = rk.residuals(fn, jnp.ones(3), jnp.ones((0, 3)))
+    assert all((e.recompute_flops or 0) >= 0 for e in report.entries)

@@ -155,8 +155,12 @@ def test_has_aux_keywords_and_integer_inputs():
     report = rk.residuals(f, table, ids, keys=keys, scale=2.0, has_aux=True)
     assert only(report, op="cos").bytes == 3 * 4 * 4
     saved_key = rk.residuals(
-        lambda e, k: jnp.sum(jnp.sin(e * jax.random.uniform(checkpoint_name(jax.random.split(k, 2)[1], "sub"), e.shape))),
-        table, jax.eval_shape(lambda: jax.random.key(0)), policy="save name=sub",
+        lambda e, k: jnp.sum(
+            jnp.sin(e * jax.random.uniform(checkpoint_name(jax.random.split(k, 2)[1], "sub"), e.shape))
+        ),
+        table,
+        jax.eval_shape(lambda: jax.random.key(0)),
+        policy="save name=sub",
     )
     if not jax.config.jax_remat3:  # a key is 8 bytes
         assert only(saved_key, names=("sub",)).bytes == 8

@@ -85,7 +85,9 @@ class _Finder:
         self.found: list[Candidate] = []
         self.used: dict[str, int] = {}
 
-    def visit(self, where: _Where, prefix: tuple[str, ...], parent: Candidate | None, taken: bool, own: str = "") -> None:
+    def visit(
+        self, where: _Where, prefix: tuple[str, ...], parent: Candidate | None, taken: bool, own: str = ""
+    ) -> None:
         """Visits one program.
 
         Args:
@@ -157,15 +159,20 @@ class _Finder:
         return sum(_is_block_eqn(eqns[i]) for i in members) == 1
 
     def _add(
-        self, kind: str, path: tuple[str, ...], where: _Where, eqns: tuple[int, ...], depth: int, trips: int, parent: Any
+        self,
+        kind: str,
+        path: tuple[str, ...],
+        where: _Where,
+        eqns: tuple[int, ...],
+        depth: int,
+        trips: int,
+        parent: Any,
     ) -> Candidate:
         text = "/".join(path)
         if parent is None or parent.path != text:  # a region that fills the body of a scan shares its path
             self.used[text] = k = self.used.get(text, 0) + 1
             text = text if k == 1 else f"{text}#{k}"
-        c = Candidate(
-            kind, text, where.site, where.outer, where.owner, eqns, depth, trips, where.runs * trips, parent
-        )
+        c = Candidate(kind, text, where.site, where.outer, where.owner, eqns, depth, trips, where.runs * trips, parent)
         self.found.append(c)
         return c
 
@@ -211,7 +218,9 @@ def _reads_outside(owner: Any, members: Sequence[int]) -> bool:
 # Choosing -----------------------------------------------------------------------------------------
 
 
-def choose(jaxpr: Any, candidates: Sequence[Candidate], kept: Sequence[tuple[Sequence[JaxprEqn], int]]) -> list[Candidate]:
+def choose(
+    jaxpr: Any, candidates: Sequence[Candidate], kept: Sequence[tuple[Sequence[JaxprEqn], int]]
+) -> list[Candidate]:
     """Chooses the blocks of a program whose user names none.
 
     The outermost repeated level (layers) that holds most of the residual bytes, or, where none holds half of them,

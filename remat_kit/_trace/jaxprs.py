@@ -17,8 +17,6 @@ from typing import Any
 import jax
 import jax.extend as jex
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 # `jax.extend` (0.10.2 to 0.12.0.1) has no equivalent of these:
 #   core.eval_jaxpr's equation context, effects' classes; linear_util's wrapped functions and their
@@ -32,6 +30,8 @@ from jax._src import source_info_util as _source  # 0.10.2, 0.12.0.1
 from jax._src.ad_checkpoint import name_p, remat_p  # 0.10.2, 0.12.0.1
 from jax._src.interpreters import partial_eval as _pe  # 0.10.2, 0.12.0.1
 from jax._src.state.types import AbstractRef, ReadEffect, RefEffect  # 0.10.2, 0.12.0.1
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 __all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "Var"]
 
@@ -164,7 +164,13 @@ def calls(eqn: JaxprEqn) -> tuple[Call, ...]:
         return (
             Call(CallKind.WHILE, close(p["cond_jaxpr"]), ("cond_jaxpr", None), (*range(c), *carry), 1, c, len(carry)),
             Call(
-                CallKind.WHILE, close(p["body_jaxpr"]), ("body_jaxpr", None), (*range(c, c + b), *carry), 1, b, len(carry)
+                CallKind.WHILE,
+                close(p["body_jaxpr"]),
+                ("body_jaxpr", None),
+                (*range(c, c + b), *carry),
+                1,
+                b,
+                len(carry),
             ),
         )
     if name == "cond":
@@ -433,15 +439,6 @@ def writes(jaxpr: Any) -> list[str]:
     return [v.aval.str_short() for v in inputs(jaxpr) if v in written]
 
 
-def writes_being_traced() -> list[str]:
-    """The mutable references from outside that the code being traced has written to, as text."""
-    frame = getattr(_core.trace_ctx.trace, "frame", None)
-    eqns = frame.get_eqns() if frame is not None else []
-    made = {v for e in eqns for v in e.outvars}
-    written = dict.fromkeys(v for e in eqns for v in _written(e.effects) if v not in made)
-    return [v.aval.str_short() for v in written]
-
-
 def _written(effects: Any) -> list[Var]:
     return [e.input for e in effects if isinstance(e, RefEffect) and not isinstance(e, ReadEffect)]
 
@@ -452,6 +449,11 @@ def _written(effects: Any) -> list[Var]:
 def scopes(eqn: JaxprEqn) -> tuple[str, ...]:
     """The `jax.named_scope` names that an equation stands under, relative to its own program."""
     return tuple(s.name for s in eqn.source_info.name_stack.stack if isinstance(s, _source.Scope))
+
+
+def transposed(eqn: JaxprEqn) -> bool:
+    """Whether an equation was made by the backward pass of a gradient."""
+    return any(isinstance(s, _source.Transform) and s.name == "transpose" for s in eqn.source_info.name_stack.stack)
 
 
 def with_scopes(eqn: JaxprEqn, names: Sequence[str]) -> JaxprEqn:
@@ -495,56 +497,6 @@ def is_tracer(x: Any) -> bool:
     return isinstance(x, _core.Tracer)
 
 
-def fingerprint(jaxpr: Any, kept: dict[int, Any], scopes_as: Callable[[tuple[str, ...]], Any]) -> Any:
-    """A hashable form of a program's structure: equal for two programs that compute the same in the same way.
-
-    Source lines do not count; scopes do. What cannot be compared by value counts by identity.
-
-    Args:
-      kept: collects the objects compared by identity, which must outlive the fingerprint.
-      scopes_as: what of an equation's scopes counts.
-    """
-    j = opened(jaxpr)
-    number: dict[Any, int] = {}
-
-    def by_identity(x: Any) -> tuple[str, int]:
-        kept[id(x)] = x
-        return ("id", id(x))
-
-    def atom(v: Any) -> Any:
-        if isinstance(v, Literal):
-            scalar = not getattr(v.aval, "shape", (1,)) and not is_tracer(v.val)
-            return ("literal", repr(v.val), str(v.aval)) if scalar else by_identity(v.val)
-        return number.setdefault(v, len(number))
-
-    def value(x: Any) -> Any:
-        if isinstance(x, (Jaxpr, ClosedJaxpr)):
-            return fingerprint(x, kept, scopes_as)
-        if isinstance(x, (tuple, list)):
-            return tuple(map(value, x))
-        if isinstance(x, dict):
-            return tuple((str(k), value(v)) for k, v in x.items())
-        try:
-            hash(x)
-        except TypeError:
-            return by_identity(x)
-        return x
-
-    ins = tuple((atom(v), v.aval) for v in inputs(jaxpr))
-    eqns = tuple(
-        (
-            e.primitive,
-            value(e.params),
-            tuple(map(atom, e.invars)),
-            tuple((atom(v), v.aval) for v in e.outvars),
-            scopes_as(scopes(e)),
-            value(e.ctx),
-        )
-        for e in j.eqns
-    )
-    return ins, tuple(map(by_identity, constants(jaxpr))), eqns, tuple(map(atom, j.outvars))
-
-
 def as_jit(eqn: JaxprEqn, program: Any) -> JaxprEqn:
     """An equation that runs the program under `jax.jit` instead of in a `jax.checkpoint` region."""
     jitted = jax.jit(as_function(program))
@@ -553,54 +505,9 @@ def as_jit(eqn: JaxprEqn, program: Any) -> JaxprEqn:
     return made.replace(invars=eqn.invars, outvars=eqn.outvars, params=params, source_info=eqn.source_info)
 
 
-def contains_gradient(jaxpr: Any) -> bool:
-    """Whether a program was made by reverse mode in part: a training step, say, rather than a loss."""
-    seen: set[int] = set()
-    todo = [opened(jaxpr)]
-    while todo:
-        j = todo.pop()
-        if id(j) in seen:
-            continue
-        seen.add(id(j))
-        for e in j.eqns:
-            if any(isinstance(s, _source.Transform) and s.name == "transpose" for s in e.source_info.name_stack.stack):
-                return True
-            todo += [opened(c.jaxpr) for c in calls(e)]
-    return False
-
-
-def names_in(jaxpr: Any, *, forward_rules: bool = False) -> frozenset[str]:
-    """All checkpoint names in a program and the programs nested in it.
-
-    Args:
-      forward_rules: whether those in the forward rules of custom_vjp calls count.
-    """
-    found: set[str] = set()
-    seen: set[int] = set()
-    todo = [opened(jaxpr)]
-    while todo:
-        j = todo.pop()
-        if id(j) in seen:
-            continue
-        seen.add(id(j))
-        for e in j.eqns:
-            name = name_of(e)
-            if name is not None:
-                found.add(name)
-            todo += [opened(c.jaxpr) for c in calls(e)]
-            if forward_rules and is_custom_vjp(e) and (rule := forward_rule(e)) is not None:
-                todo.append(opened(rule))
-    return frozenset(found)
-
-
 def aval_of(x: Any) -> Any:
     """The type of a value, real or abstract."""
     return _core.shaped_abstractify(x)
-
-
-def without_constants(jaxpr: Any) -> Any:
-    """The same program with its constants as its first inputs."""
-    return close(_pe.convert_constvars_jaxpr(opened(jaxpr)))
 
 
 _LOOP_BODIES = ("scan", "while_body", "fori_loop")

@@ -1,0 +1,94 @@
+"""Questions about a whole program and the programs nested in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from remat_kit._trace import jaxprs
+from remat_kit._trace.jaxprs import ClosedJaxpr, Jaxpr, Literal
+
+
+def programs(jaxpr: Any, *, forward_rules: bool = False) -> Iterator[Any]:
+    """A program and all that are nested in it, each (open) once.
+
+    Args:
+      forward_rules: whether the forward rules of custom_vjp calls count.
+    """
+    seen: dict[int, Any] = {}  # by identity, and kept alive so that none takes another's
+    todo = [jaxprs.opened(jaxpr)]
+    while todo:
+        program = todo.pop()
+        if id(program) in seen:
+            continue
+        seen[id(program)] = program
+        yield program
+        for e in program.eqns:
+            todo += [jaxprs.opened(c.jaxpr) for c in jaxprs.calls(e)]
+            if forward_rules and jaxprs.is_custom_vjp(e) and (rule := jaxprs.forward_rule(e)) is not None:
+                todo.append(jaxprs.opened(rule))
+
+
+def names_in(jaxpr: Any, *, forward_rules: bool = False) -> frozenset[str]:
+    """All checkpoint names in a program and the programs nested in it.
+
+    Args:
+      forward_rules: whether those in the forward rules of custom_vjp calls count.
+    """
+    found = (jaxprs.name_of(e) for program in programs(jaxpr, forward_rules=forward_rules) for e in program.eqns)
+    return frozenset(name for name in found if name is not None)
+
+
+def contains_gradient(jaxpr: Any) -> bool:
+    """Whether a program was made by reverse mode in part: a training step, say, rather than a loss."""
+    return any(jaxprs.transposed(e) for program in programs(jaxpr) for e in program.eqns)
+
+
+def fingerprint(jaxpr: Any, kept: dict[int, Any], scopes_as: Callable[[tuple[str, ...]], Any]) -> Any:
+    """A hashable form of a program's structure: equal for two programs that compute the same in the same way.
+
+    Source lines do not count; scopes do. What cannot be compared by value counts by identity.
+
+    Args:
+      kept: collects the objects compared by identity, which must outlive the fingerprint.
+      scopes_as: what of an equation's scopes counts.
+    """
+    j = jaxprs.opened(jaxpr)
+    number: dict[Any, int] = {}
+
+    def by_identity(x: Any) -> tuple[str, int]:
+        kept[id(x)] = x
+        return ("id", id(x))
+
+    def atom(v: Any) -> Any:
+        if isinstance(v, Literal):
+            scalar = not getattr(v.aval, "shape", (1,)) and not jaxprs.is_tracer(v.val)
+            return ("literal", repr(v.val), str(v.aval)) if scalar else by_identity(v.val)
+        return number.setdefault(v, len(number))
+
+    def value(x: Any) -> Any:
+        if isinstance(x, (Jaxpr, ClosedJaxpr)):
+            return fingerprint(x, kept, scopes_as)
+        if isinstance(x, (tuple, list)):
+            return tuple(map(value, x))
+        if isinstance(x, dict):
+            return tuple((str(k), value(v)) for k, v in x.items())
+        try:
+            hash(x)
+        except TypeError:
+            return by_identity(x)
+        return x
+
+    ins = tuple((atom(v), v.aval) for v in jaxprs.inputs(jaxpr))
+    eqns = tuple(
+        (
+            e.primitive,
+            value(e.params),
+            tuple(map(atom, e.invars)),
+            tuple((atom(v), v.aval) for v in e.outvars),
+            scopes_as(jaxprs.scopes(e)),
+            value(e.ctx),
+        )
+        for e in j.eqns
+    )
+    return ins, tuple(map(by_identity, jaxprs.constants(jaxpr))), eqns, tuple(map(atom, j.outvars))
