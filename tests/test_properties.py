@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from programs import OLD_REMAT3, POLICIES, Program, is_float, policies, programs
 from truth import Held, held
@@ -44,7 +44,13 @@ def _quiet(test):
     def run(**drawn):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", rk.RematWarning)  # random rules are often ones that cannot help
-            test(**drawn)
+            try:
+                test(**drawn)
+            except ValueError as e:
+                # This JAX cannot run the backward pass of a checkpointed scan that stacks a value nobody differentiates.
+                if not (OLD_REMAT3 and "Expected cotangent type" in str(e)):
+                    raise
+                reject()
         _forget()
 
     return run
