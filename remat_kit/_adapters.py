@@ -69,8 +69,15 @@ def refuse_modules(name: str, tree: Any) -> None:
 def adapted(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Call]:
     """Takes apart the arguments of a call that hold state, for as long as the call lasts; others pass as they are."""
     if "flax.nnx" in sys.modules:
-        from remat_kit import _nnx_state
+        from remat_kit import _nnx_capture, _nnx_state
 
+        captured = _nnx_capture.captured_modules(fun)
+        if captured:
+            listing = ", ".join(f"{name} ({kind})" for name, kind in captured.items())
+            raise RematError(
+                f"the function captures NNX state: {listing}. What it changes there would be lost, and later "
+                "values would not be seen. Pass it as an argument."
+            )
         if _nnx_state.has_modules((args, kwargs)):
             with _nnx_state.adapted(fun, args, kwargs) as call:
                 yield call

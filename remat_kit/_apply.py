@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from remat_kit import _adapters
 from remat_kit._errors import RematError, near_matches
 from remat_kit._globs import matches
+from remat_kit._matching import check_names, warn_unmatched
 from remat_kit._policy import Policy, policy
-from remat_kit._presets import unmatched_names
-from remat_kit._rewrite import Choice, rewrite
-from remat_kit._trace import blocks, jaxprs, survey, tracing
+from remat_kit._rewrite import Choice, program_of, rewrite
+from remat_kit._trace import blocks, jaxprs, marks, survey, tracing
 from remat_kit._trace.blocks import Candidate
 from remat_kit._trace.default import default_blocks
 
@@ -51,12 +51,12 @@ class Chosen:
     """The blocks that rules come to in one program.
 
     Attributes:
-      choice: each block with its policy.
+      blocks: each block with its policy.
       removed: paths of existing `jax.checkpoint` regions that give way (inside a block, or around one).
       replaced: paths of existing regions whose own policy is replaced.
     """
 
-    choice: Choice
+    blocks: tuple[tuple[Candidate, Policy], ...]
     removed: tuple[str, ...]
     replaced: tuple[str, ...]
 
@@ -65,33 +65,15 @@ def select(traced: tracing.Traced, rules: Rules) -> Chosen:
     """Finds the blocks of a program that rules speak of.
 
     Raises:
-      RematError: for a glob that matches no block (near matches named).
+      RematError: for a glob that matches no block (near matches named), or that decides nothing.
     """
     candidates = blocks.find(traced.jaxpr)
-    taken: list[tuple[Candidate, Policy]] = []
     if rules.items[0][0] is None:
-        chosen = default_blocks(traced, candidates)
-        taken = [(c, rules.items[0][1]) for c in chosen]
+        policy = rules.items[0][1]
+        taken = [(c, policy) for c in default_blocks(traced, candidates)]
     else:
-        paths = [c.path for c in candidates]
-        known = candidates or blocks.segments(traced.jaxpr)
-        if not candidates:
-            paths, candidates = [c.path for c in known], known
-        unmatched = [g for g, _ in rules.items if not any(matches(str(g), p, "/") for p in paths)]
-        if unmatched:
-            shown = ", ".join(dict.fromkeys(paths)) or "none"
-            raise RematError(
-                f"no block of the program matches {unmatched[0]!r}. Its blocks: {shown[:600]}."
-                + near_matches(str(unmatched[0]), paths)
-            )
-        inside: set[int] = set()
-        for c in candidates:  # outer ones first: a block inside a chosen one goes with it
-            if any(id(a) in inside for a in c.ancestors()):
-                continue
-            found = next((p for g, p in rules.items if matches(str(g), c.path, "/")), None)
-            if found is not None:
-                inside.add(id(c))
-                taken.append((c, found))
+        candidates = candidates or blocks.segments(traced.jaxpr)
+        taken = _by_glob(candidates, [(str(g), p) for g, p in rules.items])
     mine = {id(c) for c, _ in taken}
     around = {id(a) for c, _ in taken for a in c.ancestors()}
     removed = [
@@ -104,50 +86,55 @@ def select(traced: tracing.Traced, rules: Rules) -> Chosen:
     chosen_paths = {c.path for c, _ in taken}  # a region that fills the body of a chosen scan shares its path
     replaced = [c.path for c, _ in taken if c.kind == "checkpoint"] + [p for p in removed if p in chosen_paths]
     removed = [p for p in removed if p not in chosen_paths]
-    return Chosen(Choice(tuple(taken)), tuple(dict.fromkeys(removed)), tuple(dict.fromkeys(replaced)))
+    return Chosen(tuple(taken), tuple(dict.fromkeys(removed)), tuple(dict.fromkeys(replaced)))
 
 
-def check_names(jaxpr: Any, policies: Iterable[Policy]) -> None:
-    """Refuses names that the program does not have.
+def _by_glob(candidates: Sequence[Candidate], items: Sequence[tuple[str, Policy]]) -> list[tuple[Candidate, Policy]]:
+    """The blocks that globs match, outer ones first, each with the policy of the first glob that matches it."""
+    paths = list(dict.fromkeys(c.path for c in candidates))
+    taken: list[tuple[Candidate, Policy]] = []
+    inside: set[int] = set()
+    decided: set[str] = set()
+    for c in candidates:
+        if any(id(a) in inside for a in c.ancestors()):
+            continue
+        found = next(((g, p) for g, p in items if matches(g, c.path, "/")), None)
+        if found is not None:
+            inside.add(id(c))
+            decided.add(found[0])
+            taken.append((c, found[1]))
+    for glob, _ in items:
+        if glob in decided:
+            continue
+        matched = [p for p in paths if matches(glob, p, "/")]
+        if not matched:
+            raise RematError(
+                f"no block of the program matches {glob!r}. Its blocks: {', '.join(paths)[:600] or 'none'}."
+                + near_matches(glob, paths)
+            )
+        raise RematError(
+            f"the policy for {glob!r} decides nothing: {matched[0]!r} is taken by an earlier pattern, or lies in a "
+            "block that is (blocks do not nest). Put it first, or choose the blocks inside instead of the one around."
+        )
+    return taken
 
-    A preset lists the names of several codebases; it needs only one of them to be there.
 
-    Raises:
-      RematError: for a name or glob that matches no checkpoint name of the program.
+def rewritten(traced: tracing.Traced, rules: Rules, *, in_loop: bool = False) -> tuple[Any, Chosen]:
+    """The program of a traced function with rules applied, traced anew, and the blocks that they came to.
+
+    Args:
+      in_loop: whether it is to be evaluated directly in the body of a loop.
     """
-    asked = [p for p in policies if p.name_globs]
-    if not asked:
-        return
-    have = inside = survey.names_in(jaxpr, forward_rules=True)
-    if jaxprs.remat3():
-        have = survey.names_in(jaxpr)
-    for p in asked:
-        missing = unmatched_names(p, have)
-        if missing and any(matches(missing[0], n) for n in inside - have):
-            raise RematError(
-                f"policy {p.name or str(p)[:200]!r}: the name {missing[0]!r} is given inside the forward rule of a "
-                "custom_vjp function, where jax_remat3 ignores names. Name a value outside the rule, or use the "
-                "classic implementation (jax.config.update('jax_remat3', False))."
-            )
-        if missing:
-            listed = ", ".join(repr(n) for n in sorted(have)) or "none (name values with rk.checkpoint_name)"
-            raise RematError(
-                f"policy {p.name or str(p)[:200]!r}: no value of the program is named {missing[0]!r}. "
-                f"Its checkpoint names: {listed[:600]}.{near_matches(missing[0], have)}"
-            )
-
-
-def rewritten(traced: tracing.Traced, rules: Rules) -> tuple[Any, Chosen]:
-    """The program of a traced function with rules applied, traced anew, and the blocks that they came to."""
-    if survey.contains_gradient(traced.jaxpr):
+    check_names(traced.jaxpr, [p for _, p in rules.items])
+    chosen = select(traced, rules)
+    if any(survey.contains_gradient(program_of(c)[0]) for c, _ in chosen.blocks):
         raise RematError(
             "the function contains its own gradient (a training step?), so what it keeps is decided already. Apply the "
             "policy to the loss, before jax.grad; or mark blocks in it with rk.remat(block=...) and use rk.override."
         )
-    check_names(traced.jaxpr, [p for _, p in rules.items])
-    chosen = select(traced, rules)
+    warn_unmatched([(p, *program_of(c)) for c, p in chosen.blocks])
     avals = [v.aval for v in jaxprs.opened(traced.jaxpr).invars]
-    return jaxprs.trace(rewrite(traced.jaxpr, chosen.choice), avals), chosen
+    return jaxprs.trace(rewrite(traced.jaxpr, Choice(chosen.blocks, in_loop)), avals), chosen
 
 
 def apply(fun: Callable[..., Any], policy: Policies) -> Callable[..., Any]:
@@ -188,11 +175,14 @@ def apply(fun: Callable[..., Any], policy: Policies) -> Callable[..., Any]:
 def _program(call: _adapters.Call, rules: Rules, cache: dict[Any, Any]) -> tuple[list[Any], tracing.Traced, Any]:
     leaves, spec = tracing.split((call.args, call.kwargs))
     avals = tuple(jaxprs.aval_of(x) for x in leaves)
-    key = (spec, avals, jaxprs.cache_key())
+    in_loop = jaxprs.in_loop_body()
+    key = (spec, avals, in_loop, marks.reading(), jaxprs.cache_key())
     if key in cache:
         return leaves, *cache[key]
     traced = tracing.trace(call.fun, call.args, call.kwargs)
-    program, _ = rewritten(traced, rules)
+    program, _ = rewritten(traced, rules, in_loop=in_loop)
+    if not marks.reading():
+        program = survey.map_scopes(program, marks.plain)
     lasting = spec.reusable and traced.outputs.reusable
     if lasting and not any(jaxprs.is_tracer(c) for c in jaxprs.constants(program)):
         cache[key] = (traced, program)

@@ -6,9 +6,11 @@ one reserved name, offloaded ones another, so that a single JAX policy serves ev
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,30 +20,63 @@ from remat_kit._policy import Action, Policy, ValueFacts
 from remat_kit._trace import jaxprs, marks, provenance
 from remat_kit._trace.jaxprs import CallKind, JaxprEqn, Literal, Var
 
-SAVED = "remat_kit.save"
-OFFLOADED = "remat_kit.offload"
-RESERVED = frozenset((SAVED, OFFLOADED))
-_NAME = {Action.SAVE: SAVED, Action.OFFLOAD: OFFLOADED}
+_PREFIX = "remat_kit."
 
 Names = tuple[str, ...]
 
 
-@functools.cache
-def names_policy(offload: bool) -> Callable[..., Any]:
-    """JAX's policy that saves the values with our names: the same object for every block."""
+def is_reserved(name: str) -> bool:
+    """Whether a checkpoint name is one that the toolkit gives."""
+    return name.startswith(_PREFIX)
+
+
+def name_for(action: Action, policy: Policy) -> str:
+    """The checkpoint name of values with an action under a policy. Another policy does not keep them by it."""
+    digest = hashlib.sha256(str(policy).encode()).hexdigest()[:12]
+    return f"{_PREFIX}{action}.{digest}"
+
+
+@functools.lru_cache(maxsize=1024)
+def names_policy(policy: Policy) -> Callable[..., Any]:
+    """JAX's policy that keeps the values named under a policy: the same object for equal policies."""
     policies = jax.checkpoint_policies
-    if not offload:
-        return policies.save_only_these_names(SAVED)
+    saved, offloaded = (name_for(a, policy) for a in (Action.SAVE, Action.OFFLOAD))
+    if Action.OFFLOAD not in policy.actions:
+        return policies.save_only_these_names(saved)
     return policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[SAVED],
-        names_which_can_be_offloaded=[OFFLOADED],
+        names_which_can_be_saved=[saved],
+        names_which_can_be_offloaded=[offloaded],
         offload_src="device",
         offload_dst="pinned_host",
     )
 
 
-def facts(eqn: JaxprEqn, index: int, names: Names, path: str) -> ValueFacts:
-    """What a policy may select a value by."""
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a program stands, as far as policies may select by it.
+
+    Attributes:
+      scopes: the name scopes on the calls around it, marks included, outermost first.
+      trips: how often it runs.
+    """
+
+    scopes: tuple[str, ...] = ()
+    trips: int = 1
+
+    def into(self, eqn: JaxprEqn, trips: int = 1) -> Place:
+        """The place of a program nested in one of this one's equations."""
+        return Place((*self.scopes, *jaxprs.scopes(eqn)), self.trips * trips)
+
+
+TOP = Place()
+
+
+def facts(eqn: JaxprEqn, index: int, names: Names, place: Place) -> ValueFacts:
+    """What a policy may select a value by.
+
+    Args:
+      place: of the program that the equation stands in.
+    """
     aval = eqn.outvars[index].aval
     file, _, _ = jaxprs.source_line(eqn)
     batch_dims = None
@@ -52,21 +87,19 @@ def facts(eqn: JaxprEqn, index: int, names: Names, path: str) -> ValueFacts:
     return ValueFacts(
         names=names,
         op=jaxprs.op_of(eqn),
-        path=path,
+        path=marks.path(place.into(eqn).scopes),
         source=file,
         dtype=str(getattr(aval, "dtype", "")),
-        bytes=jaxprs.nbytes(aval),
+        bytes=jaxprs.nbytes(aval) * place.trips,
         batch_dims=batch_dims,
     )
 
 
-def evaluate_named(
-    jaxpr: Any, policy: Policy, args: Sequence[Any], path: tuple[str, ...] = (), outer: Any = None
-) -> list:
+def evaluate_named(jaxpr: Any, policy: Policy, args: Sequence[Any], place: Place = TOP, outer: Any = None) -> list:
     """Evaluates a closed program with the values that a policy saves or offloads named.
 
     Args:
-      path: marks on the calls around the program.
+      place: of the program.
       outer: for each output, the checkpoint names that it has further out.
     """
     owner = jaxprs.opened(jaxpr)
@@ -80,10 +113,8 @@ def evaluate_named(
 
     for eqn in owner.eqns:
         operands = [read(v) for v in eqn.invars]
-        called, _ = marks.split(jaxprs.scopes(eqn))
-        here = (*path, *map(marks.name, called))
-        actions = _actions(eqn, policy, names, made, "/".join(here))
-        results = _evaluate(eqn, policy, operands, here, [names.get(v, ()) for v in eqn.outvars], actions)
+        actions = [policy.action(f) if f is not None else Action.RECOMPUTE for f in nameable(eqn, names, made, place)]
+        results = _evaluate(eqn, policy, operands, place, names, actions)
         for v, x in zip(eqn.outvars, results, strict=True):
             env[v] = x
     return [read(v) for v in owner.outvars]
@@ -95,7 +126,7 @@ def names_of(owner: Any, outer: Sequence[Names]) -> dict[Any, Names]:
     found: dict[Any, Names] = {}
     for e in owner.eqns:
         name = jaxprs.name_of(e)
-        if name is not None and isinstance(e.invars[0], Var):
+        if name is not None and not is_reserved(name) and isinstance(e.invars[0], Var):
             for v in alike[e.invars[0]]:
                 found[v] = (*found.get(v, ()), name)
     for v, more in zip(owner.outvars, outer, strict=True):
@@ -105,26 +136,49 @@ def names_of(owner: Any, outer: Sequence[Names]) -> dict[Any, Names]:
     return found
 
 
-def _actions(eqn: JaxprEqn, policy: Policy, names: dict[Any, Names], made: set[Any], path: str) -> list[Action]:
-    """The action for each output of an equation; `RECOMPUTE` where it cannot or need not be named."""
+def nameable(eqn: JaxprEqn, names: dict[Any, Names], made: set[Any], place: Place) -> list[ValueFacts | None]:
+    """For each output of an equation what a policy may select it by; None where it cannot or need not be named."""
     name = jaxprs.name_of(eqn)
     nested = any(c.rewritable for c in jaxprs.calls(eqn))
-    out = []
+    out: list[ValueFacts | None] = []
     for i, v in enumerate(eqn.outvars):
         mine = names.get(v, ())
         # A named value is named once more where it is made; where that is outside, at the name itself.
         again = name is not None and eqn.invars[0] in made
-        if again or jaxprs.is_ref(v.aval) or not hasattr(v.aval, "dtype") or (nested and not mine):
-            out.append(Action.RECOMPUTE)
-        else:
-            out.append(policy.action(facts(eqn, i, mine, path)))
+        skip = again or jaxprs.is_ref(v.aval) or not hasattr(v.aval, "dtype") or (nested and not mine)
+        out.append(None if skip else facts(eqn, i, mine, place))
     return out
 
 
+def values(jaxpr: Any, place: Place = TOP, outer: Any = None) -> Iterator[ValueFacts]:
+    """What a policy is asked about in a closed program and those nested in it, in program order."""
+    owner = jaxprs.opened(jaxpr)
+    names = names_of(owner, outer if outer is not None else [()] * len(owner.outvars))
+    made = {v for e in owner.eqns for v in e.outvars if jaxprs.name_of(e) is None}
+    for eqn in owner.eqns:
+        yield from (f for f in nameable(eqn, names, made, place) if f is not None)
+        for call in _reached(eqn):
+            yield from values(call.jaxpr, place.into(eqn, call.trips), _outer(call, eqn, names))
+        if jaxprs.is_custom_vjp(eqn) and not jaxprs.remat3() and (rule := jaxprs.forward_rule(eqn)) is not None:
+            yield from values(jaxprs.close(rule), place.into(eqn))
+
+
+def _reached(eqn: JaxprEqn) -> list[jaxprs.Call]:
+    """The programs nested in an equation whose values a policy can save."""
+    return [c for c in jaxprs.calls(eqn) if c.rewritable and c.kind is not CallKind.WHILE]
+
+
+def _outer(call: jaxprs.Call, eqn: JaxprEqn, names: dict[Any, Names]) -> list[Names]:
+    """For each output of a nested program, the names that it gets outside, where it is the same value there."""
+    same = call.kind in (CallKind.JIT, CallKind.COND, CallKind.SHARD_MAP, CallKind.REMAT)
+    return [names.get(v, ()) if same else () for v in eqn.outvars]
+
+
 def _evaluate(
-    eqn: JaxprEqn, policy: Policy, operands: list[Any], path: tuple[str, ...], names: list[Names], actions: list[Action]
+    eqn: JaxprEqn, policy: Policy, operands: list[Any], place: Place, names: dict[Any, Names], actions: list[Action]
 ) -> list[Any]:
-    kept = [a for a in actions if a in _NAME]
+    inside = place.into(eqn)
+    kept = [a for a in actions if a is not Action.RECOMPUTE]
     if kept and jaxprs.is_custom_vjp(eqn):
         if jaxprs.remat3():
             warnings.warn(
@@ -133,43 +187,46 @@ def _evaluate(
                 RematWarning,
                 stacklevel=2,
             )
-        results = jaxprs.name_custom_vjp(eqn, operands, _NAME[kept[0]])
+        results = jaxprs.name_custom_vjp(eqn, operands, name_for(kept[0], policy))
     elif jaxprs.is_custom_vjp(eqn) and not jaxprs.remat3():
-        results = jaxprs.through_forward_rule(eqn, operands, lambda rule, xs: evaluate_named(rule, policy, xs, path))
+        results = jaxprs.through_forward_rule(eqn, operands, lambda rule, xs: evaluate_named(rule, policy, xs, inside))
     elif (region := jaxprs.remat_region(eqn)) is not None:
         with jaxprs.context(eqn):
-            results = list(_region(region, policy, path, names)(*operands))
+            results = list(_region(eqn, region, policy, place, names)(*operands))
     else:
-        results = jaxprs.bind(eqn, operands, _named_programs(eqn, policy, path, names))
+        results = jaxprs.bind(eqn, operands, _named_programs(eqn, policy, place, names))
     if not kept:
         return results
     with jaxprs.context(eqn):
-        results = [jaxprs.named(x, _NAME[a]) if a in _NAME else x for x, a in zip(results, actions, strict=True)]
+        results = [
+            x if a is Action.RECOMPUTE else jaxprs.named(x, name_for(a, policy))
+            for x, a in zip(results, actions, strict=True)
+        ]
         if reads_output(eqn):
             results = _attach(eqn, results, operands)
     return results
 
 
-def _region(region: jaxprs.Region, policy: Policy, path: tuple[str, ...], names: list[Names]) -> Callable[..., Any]:
+def _region(
+    eqn: JaxprEqn, region: jaxprs.Region, policy: Policy, place: Place, names: dict[Any, Names]
+) -> Callable[..., Any]:
     """A `jax.checkpoint` region inside the block, as it was written but with the values of the block's policy named."""
+    (call,) = jaxprs.calls(eqn)
 
     def body(*xs: Any) -> list[Any]:
-        return evaluate_named(region.jaxpr, policy, xs, path, names)
+        return evaluate_named(region.jaxpr, policy, xs, place.into(eqn), _outer(call, eqn, names))
 
     return jax.checkpoint(body, policy=region.policy, prevent_cse=region.prevent_cse)
 
 
-def _named_programs(eqn: JaxprEqn, policy: Policy, path: tuple[str, ...], names: list[Names]) -> dict[Any, Any]:
+def _named_programs(eqn: JaxprEqn, policy: Policy, place: Place, names: dict[Any, Names]) -> dict[Any, Any]:
     """The programs nested in an equation, each with its own values named."""
     programs: dict[Any, Any] = {}
-    for call in jaxprs.calls(eqn):
-        if not call.rewritable or call.kind in (CallKind.WHILE, CallKind.REMAT):
-            continue
-        same = call.kind in (CallKind.JIT, CallKind.COND, CallKind.SHARD_MAP)
-        outer = names if same else [()] * len(names)
+    for call in _reached(eqn):
 
-        def body(*xs: Any, call: Any = call, outer: Any = outer) -> list[Any]:
-            return evaluate_named(call.jaxpr, policy, xs, path, outer)
+        def body(*xs: Any, call: Any = call) -> list[Any]:
+            inside = place.into(eqn, call.trips)
+            return evaluate_named(call.jaxpr, policy, xs, inside, _outer(call, eqn, names))
 
         if call.kind is CallKind.SHARD_MAP:
             programs[call.key] = body

@@ -13,7 +13,9 @@ from remat_kit._trace.linearized import Linearized
 from remat_kit._trace.report import Kind
 
 
-def notes(entries: Any, lin: Linearized, written: Any, rules: Any, removed: Any, replaced: Any) -> tuple[str, ...]:
+def notes(
+    entries: Any, lin: Linearized, written: Any, rules: Any, blocks: Any, removed: Any, replaced: Any
+) -> tuple[str, ...]:
     """All notes on one report.
 
     Args:
@@ -21,9 +23,15 @@ def notes(entries: Any, lin: Linearized, written: Any, rules: Any, removed: Any,
       lin: the differentiated program.
       written: the program as written, closed.
       rules: the policies applied, or None.
+      blocks: the blocks that they were applied to.
       removed, replaced: paths of existing regions that gave way, or whose policy was replaced.
     """
     found: list[str] = _sharded(entries)
+    if rules is not None and [c.kind for c in blocks] == ["whole"] and rules.items[0][1].remat:
+        found.append(
+            "The program is one block. Remat of a whole program saves little: the backward pass starts by computing "
+            "all of it again."
+        )
     if replaced:
         found.append(f"The policy replaces that of existing jax.checkpoint regions: {_list(replaced)}.")
     if removed:

@@ -34,7 +34,13 @@ class Wanted:
         """Reads a policy; None means ``"full"``, as in `jax.checkpoint`."""
         if spec is None:
             return cls(Policy())
-        return cls(as_policy(spec), strict=isinstance(spec, (str, Policy)))
+        policy = as_policy(spec)
+        if any(rule.selector.path for rule in policy.rules):
+            raise RematError(
+                f"policy {str(policy)[:200]!r} selects by module path, which a decorated function cannot know: it sees "
+                "only itself. Use rk.apply(loss, policy), which sees the whole program."
+            )
+        return cls(policy, strict=isinstance(spec, (str, Policy)))
 
 
 # The overrides in force, the innermost first. JAX's caches look at it.

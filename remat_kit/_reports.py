@@ -12,7 +12,7 @@ import jax
 from remat_kit import _adapters, _notes
 from remat_kit._apply import Policies, Rules, rewritten
 from remat_kit._errors import RematError
-from remat_kit._naming import RESERVED
+from remat_kit._naming import is_reserved
 from remat_kit._trace import blocks, default, jaxprs, program, tracing
 from remat_kit._trace import residuals as reading
 from remat_kit._trace.linearized import linearize
@@ -75,9 +75,13 @@ def _report(call: _adapters.Call, policy: Policies, argnums: int | Sequence[int]
     else:
         rules = Rules.of(policy)
         jaxpr, applied = rewritten(traced, rules)
-        chosen = [c for c, _ in applied.choice.blocks]
+        chosen = [c for c, _ in applied.blocks]
         removed, replaced = applied.removed, applied.replaced
-    lin = linearize(jaxpr, differentiated, outputs)
+    try:
+        lin = linearize(jaxpr, differentiated, outputs)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0][:300]
+        raise RematError(f"reverse mode cannot differentiate the function: {reason}") from error
 
     def block_of(chain: tuple[int, ...]) -> str:
         return default.block_of(chosen, [lin.tagged.origins[t].eqn for t in chain]) if rules is None else ""
@@ -86,14 +90,14 @@ def _report(call: _adapters.Call, policy: Policies, argnums: int | Sequence[int]
         lin,
         traced.labels,
         device_bytes=_device_bytes(call),
-        hidden_names=RESERVED,
+        hidden=is_reserved,
         block_of=block_of,
     )
     return Residuals(
         entries=tuple(f.entry for f in found),
         policy="as written" if rules is None else str(rules),
         blocks=tuple(c.path for c in chosen),
-        notes=_notes.notes(found, lin, traced.jaxpr, rules, removed, replaced),
+        notes=_notes.notes(found, lin, traced.jaxpr, rules, chosen, removed, replaced),
     )
 
 

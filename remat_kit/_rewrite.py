@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax
 
 from remat_kit import _limits, _naming
 from remat_kit._errors import RematError
-from remat_kit._policy import Action, Policy
+from remat_kit._policy import Policy, Selector
 from remat_kit._trace import jaxprs, marks, survey
 from remat_kit._trace.blocks import Candidate, Site
 from remat_kit._trace.jaxprs import CallKind, JaxprEqn, Literal, Var
@@ -26,9 +27,15 @@ Flat = Callable[..., list[Any]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
-    """Blocks and the policy for each. Blocks do not lie in one another."""
+    """Blocks and the policy for each. Blocks do not lie in one another.
+
+    Attributes:
+      blocks: each with its policy.
+      in_loop: whether the whole program is evaluated directly in the body of a loop.
+    """
 
     blocks: tuple[tuple[Candidate, Policy], ...]
+    in_loop: bool = False
 
     def at(self, site: Site) -> list[tuple[Candidate, Policy]]:
         return [(c, p) for c, p in self.blocks if c.site == site]
@@ -62,15 +69,30 @@ def _run(jaxpr: Any, args: Sequence[Any], choice: Choice, site: Site) -> list[An
         else:
             candidate, policy = block
             program, invars, outvars, scopes = outline(owner, members, candidate.marks)
-            fun = block_function(program, policy, prevent_cse=not _in_loop(candidate))
+            place = _naming.Place((*_scopes_around(candidate), *scopes), candidate.runs)
+            fun = block_function(program, policy, prevent_cse=not _in_loop(candidate, choice), place=place)
             with _scoped((*scopes, marks.BLOCK + candidate.path)):
                 results = fun(*(env[v] for v in invars))
             env.update(zip(outvars, results, strict=True))
     return [read(v) for v in owner.outvars]
 
 
-def _in_loop(c: Candidate) -> bool:
-    return any(e.primitive.name in ("scan", "while") for e in c.outer)
+def program_of(c: Candidate) -> tuple[Any, _naming.Place]:
+    """The program of a block, closed, and the place where it stands."""
+    if c.kind in ("scan", "checkpoint"):
+        eqn = c.owner.eqns[c.eqns[0]]
+        (call,) = jaxprs.calls(eqn)
+        return call.jaxpr, _naming.Place((*_scopes_around(c), *jaxprs.scopes(eqn)), c.runs)
+    program, _, _, scopes = outline(c.owner, c.eqns, c.marks)
+    return program, _naming.Place((*_scopes_around(c), *scopes), c.runs)
+
+
+def _scopes_around(c: Candidate) -> tuple[str, ...]:
+    return tuple(s for e in c.outer for s in jaxprs.scopes(e))
+
+
+def _in_loop(c: Candidate, choice: Choice) -> bool:
+    return choice.in_loop or any(e.primitive.name in ("scan", "while") for e in c.outer)
 
 
 def _scoped(names: Sequence[str]) -> Any:
@@ -84,7 +106,7 @@ def _eqn(eqn: JaxprEqn, i: int, operands: list[Any], choice: Choice, site: Site)
     """Evaluates one equation: itself a block (a scan's body, a region), with blocks in it, or as it was."""
     for c, policy in choice.at(site):
         if c.eqns == (i,) and c.kind in ("scan", "checkpoint"):
-            return _block_eqn(eqn, operands, c, policy)
+            return _block_eqn(eqn, operands, c, policy, choice)
     programs: dict[Any, Any] = {}
     for call in jaxprs.calls(eqn):
         below = (*site, (i, call.key))
@@ -102,19 +124,22 @@ def _eqn(eqn: JaxprEqn, i: int, operands: list[Any], choice: Choice, site: Site)
     return jaxprs.bind(eqn, operands, programs)
 
 
-def _block_eqn(eqn: JaxprEqn, operands: list[Any], c: Candidate, policy: Policy) -> list[Any]:
-    (call,) = jaxprs.calls(eqn)
-    if call.kind is CallKind.REMAT:
-        fun = block_function(call.jaxpr, policy, prevent_cse=not _in_loop(c))
+def _block_eqn(eqn: JaxprEqn, operands: list[Any], c: Candidate, policy: Policy, choice: Choice) -> list[Any]:
+    program, place = program_of(c)
+    region = jaxprs.remat_region(eqn)
+    if region is not None:
+        asked = region.prevent_cse is not True or not _in_loop(c, choice)
+        fun = block_function(program, policy, prevent_cse=region.prevent_cse if asked else False, place=place)
         with jaxprs.context(eqn), jax.named_scope(marks.BLOCK + c.path):
             return list(fun(*operands))
-    fun = block_function(call.jaxpr, policy, prevent_cse=False)
+    fun = block_function(program, policy, prevent_cse=False, place=place)
 
     def body(*xs: Any) -> list[Any]:
         with jax.named_scope(marks.BLOCK + c.path):
             return list(fun(*xs))
 
-    return jaxprs.bind(eqn, operands, {call.key: jaxprs.trace(body, _avals(call.jaxpr))})
+    (call,) = jaxprs.calls(eqn)
+    return jaxprs.bind(eqn, operands, {call.key: jaxprs.trace(body, _avals(program))})
 
 
 def _avals(jaxpr: Any) -> list[Any]:
@@ -198,10 +223,18 @@ def _upto_mark(scopes: tuple[str, ...], depth: int) -> tuple[str, ...]:
 # Blocks --------------------------------------------------------------------------------------------
 
 _functions: collections.OrderedDict[Any, tuple[Flat, dict[int, Any]]] = collections.OrderedDict()
+_lock = threading.Lock()
 _MOST_FUNCTIONS = 512
 
 
-def block_function(jaxpr: Any, policy: Policy, *, prevent_cse: Any = True, keep_regions: bool = False) -> Flat:
+def block_function(
+    jaxpr: Any,
+    policy: Policy,
+    *,
+    prevent_cse: Any = True,
+    keep_regions: bool = False,
+    place: _naming.Place = _naming.TOP,
+) -> Flat:
     """A flat function that runs a closed program as one rematerialized block under a policy.
 
     Equal programs share one function object, so that JAX traces and differentiates identical layers once.
@@ -209,6 +242,7 @@ def block_function(jaxpr: Any, policy: Policy, *, prevent_cse: Any = True, keep_
     Args:
       prevent_cse: as in `jax.checkpoint`.
       keep_regions: whether `jax.checkpoint` regions inside the program stay; else the block replaces them.
+      place: where the program stands, for rules on paths and sizes.
 
     Raises:
       RematError: for a program that writes to a mutable reference, or a policy that cannot be honoured.
@@ -218,28 +252,37 @@ def block_function(jaxpr: Any, policy: Policy, *, prevent_cse: Any = True, keep_
     _limits.check(policy, jaxpr)
     check_effects(jaxpr)
     native = policy.as_jax()
-    fun = _shared(jaxpr if keep_regions else without_regions(jaxpr), None if native is not None else policy)
-    saver = native if native is not None else _naming.names_policy(Action.OFFLOAD in policy.actions)
+    program = jaxpr if keep_regions else without_regions(jaxpr)
+    fun = _shared(program, None if native is not None else policy, place)
+    saver = native if native is not None else _naming.names_policy(policy)
     wrapped = jax.checkpoint(fun, policy=saver, prevent_cse=prevent_cse)
     return lambda *args: list(wrapped(*args))
 
 
-def _shared(jaxpr: Any, policy: Policy | None) -> Flat:
+def _shared(jaxpr: Any, policy: Policy | None, place: _naming.Place) -> Flat:
+    fun = _function(jaxpr, policy, place)
     kept: dict[int, Any] = {}
-    key = (survey.fingerprint(jaxpr, kept, marks.unnumbered), policy, jaxprs.cache_key())
-    if any(jaxprs.is_tracer(x) for x in kept.values()):
-        return _function(jaxpr, policy)
-    if key not in _functions:
-        _functions[key] = (_function(jaxpr, policy), kept)
+    matters = policy is not None and any(asks_place(r.selector) for r in policy.rules)
+    fingerprint = survey.fingerprint(jaxpr, kept, marks.unnumbered)
+    key = (fingerprint, policy, place if matters else None, jaxprs.cache_key())
+    if any(hasattr(x, "shape") for x in kept.values()):  # arrays and tracers must not live as long as the cache
+        return fun
+    with _lock:
+        found, _ = _functions.setdefault(key, (fun, kept))
+        _functions.move_to_end(key)
         while len(_functions) > _MOST_FUNCTIONS:
             _functions.popitem(last=False)
-    _functions.move_to_end(key)
-    return _functions[key][0]
+    return found
 
 
-def _function(jaxpr: Any, policy: Policy | None) -> Flat:
+def asks_place(selector: Selector) -> bool:
+    """Whether a selector asks where a value stands, or how much all its trips take."""
+    return bool(selector.path) or selector.larger_than is not None or selector.smaller_than is not None
+
+
+def _function(jaxpr: Any, policy: Policy | None, place: _naming.Place) -> Flat:
     def block(*args: Any) -> list[Any]:
-        return jaxprs.evaluate(jaxpr, *args) if policy is None else _naming.evaluate_named(jaxpr, policy, args)
+        return jaxprs.evaluate(jaxpr, *args) if policy is None else _naming.evaluate_named(jaxpr, policy, args, place)
 
     return block
 

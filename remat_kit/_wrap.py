@@ -13,8 +13,9 @@ from typing import Any
 import jax
 
 from remat_kit import _adapters, _limits
-from remat_kit._apply import check_names
 from remat_kit._errors import RematError, RematWarning
+from remat_kit._matching import check_names, warn_unmatched
+from remat_kit._naming import TOP
 from remat_kit._override import Wanted, in_force
 from remat_kit._policy import Policy
 from remat_kit._policy_jax import from_jax
@@ -159,6 +160,7 @@ def _run(fun: Any, wanted: Wanted, flags: Any, asked_flags: Any, args: Any, kwar
         warnings.warn(f"{error} As in JAX, it has no effect.", RematWarning, stacklevel=3)
     leaves = jax.tree.leaves((args, kwargs))
     if native is None:
+        warn_unmatched([(policy, traced.jaxpr, TOP)])
         block = block_function(traced.jaxpr, policy, prevent_cse=traced.prevent_cse, keep_regions=True)
         results = block(*jaxprs.constants(jaxpr), *leaves)
     else:

@@ -118,6 +118,7 @@ def test_presets_of_exact_names_are_jaxs_own():
             "none",
             "matmuls",
             "offload_matmuls",
+            "attention_kernels",
             "te_gemms",
             "dots_and_te_gemms",
             "dots_and_te_gemms_no_batch",

@@ -156,7 +156,9 @@ class _Finder:
         """Whether a marked call is no more than one scan or region (and trifles), which then bears its path."""
         if any(len(marks.split(jaxprs.scopes(eqns[i]))[0]) > depth for i in members):
             return False
-        return sum(_is_block_eqn(eqns[i]) for i in members) == 1
+        rest = sum(cost.eqn_flops(eqns[i]) for i in members if not _is_block_eqn(eqns[i]))
+        inside = [cost.eqn_flops(eqns[i]) for i in members if _is_block_eqn(eqns[i])]
+        return len(inside) == 1 and 20 * rest <= inside[0]
 
     def _add(
         self,

@@ -135,6 +135,20 @@ def unnumbered(scopes: Sequence[str]) -> tuple[str, ...]:
     return tuple(s.rsplit(_NUMBER, 1)[0] if s.startswith(PREFIX) else s for s in scopes)
 
 
-def unmarked(scopes: Sequence[str]) -> tuple[str, ...]:
-    """Name scopes without the marks among them."""
-    return tuple(s for s in scopes if not s.startswith(PREFIX))
+def path(scopes: Sequence[str]) -> str:
+    """The module path that name scopes stand for: the marked calls among them, then the scopes after the last."""
+    called, rest = split([s for s in scopes if not s.startswith(BLOCK)])
+    return "/".join((*map(name, called), *rest))
+
+
+def plain(scopes: Sequence[str]) -> tuple[str, ...]:
+    """Name scopes without the toolkit's own: marks become plain scopes where the framework has left none."""
+    out: list[str] = []
+    for s in scopes:
+        if s.startswith(PREFIX):
+            label = name(s[len(PREFIX) :])
+            if label and (not out or out[-1] != label.rsplit("/", 1)[-1]):
+                out.append(label)
+        elif not s.startswith(BLOCK):
+            out.append(s)
+    return tuple(out)

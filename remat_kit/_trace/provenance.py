@@ -80,8 +80,7 @@ class Tagged:
     def path(self, chain: tuple[int, ...]) -> str:
         """Module path of an equation, composed of the marks on the calls around it, then its own scopes."""
         scopes = [s for tag in chain for s in jaxprs.scopes(self.origins[tag].eqn)]
-        called, rest = marks.split([s for s in scopes if not s.startswith(marks.BLOCK)])
-        return "/".join((*map(marks.name, called), *rest))
+        return marks.path(scopes)
 
     def block(self, chain: tuple[int, ...]) -> str:
         """Path of the block that an equation was put into, or the empty string."""

@@ -205,10 +205,14 @@ class Residuals:
         """Joins entries of identical layers: those that differ only in one number of their path."""
         found: dict[tuple[Any, ...], list[Residual]] = {}
         for e in self.entries:
-            shape = dataclasses.replace(e, block="", path="", alias_of="")
-            key = (shape, _digits_out(e.path), _digits_out(e.block), bool(e.alias_of))
+            free = e.recompute_flops is None
+            alike = dataclasses.replace(e, block="", path="", alias_of="", needed_by=(), recompute_flops=None)
+            key = (alike, free, bool(e.alias_of), re.sub(r"\d+", "{}", e.path))
             found.setdefault(key, []).append(e)
-        return tuple(Group(g[0], tuple(g), _joint_path([e.path for e in g])) for g in found.values())
+        split = [g for entries in found.values() for g in _by_one_number(entries)]
+        order = {id(e): i for i, e in enumerate(self.entries)}
+        split.sort(key=lambda g: order[id(g[0])])
+        return tuple(Group(g[0], tuple(g), _joint_path([e.path for e in g])) for g in split)
 
     def diff(self, other: Residuals) -> ResidualsDiff:
         """Compares with another report of the same function: `self` is before, `other` after."""
@@ -306,8 +310,14 @@ def _multiset(report: Residuals) -> dict[tuple[Any, ...], list[Residual]]:
     return out
 
 
-def _digits_out(path: str) -> str:
-    return re.sub(r"\d+", "{}", path)
+def _by_one_number(entries: list[Residual]) -> list[list[Residual]]:
+    """Splits entries whose paths differ in numbers so that within each part only one of these varies."""
+    numbers = [re.findall(r"\d+", e.path) for e in entries]
+    varying = [i for i, column in enumerate(zip(*numbers, strict=True)) if len(set(column)) > 1]
+    parts: dict[tuple[str, ...], list[Residual]] = {}
+    for e, n in zip(entries, numbers, strict=True):
+        parts.setdefault(tuple(n[i] for i in varying[1:]), []).append(e)
+    return list(parts.values())
 
 
 def _joint_path(paths: list[str]) -> str:

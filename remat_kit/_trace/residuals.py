@@ -31,7 +31,7 @@ def read(
     labels: tuple[str, ...],
     *,
     device_bytes: Mapping[int, int] | None = None,
-    hidden_names: frozenset[str] = frozenset(),
+    hidden: Callable[[str], bool] = lambda name: False,
     block_of: Callable[[tuple[int, ...]], str] | None = None,
 ) -> list[Found]:
     """Reads the residuals of a linearized program.
@@ -39,7 +39,7 @@ def read(
     Args:
       labels: a name for each input of the program.
       device_bytes: bytes on one device, for inputs known to be sharded.
-      hidden_names: checkpoint names that the toolkit itself put in.
+      hidden: whether a checkpoint name is one that the toolkit itself put in.
       block_of: the block that an original equation (its chain of numbers) lies in.
     """
     root = Level(lin.forward)
@@ -54,9 +54,9 @@ def read(
         tags = lin.tagged
         aval = var.aval
         kind = _kind(root, var, aval)
-        names, path, source, op, block = _describe(s, lin, hidden_names)
+        names, path, source, op, block = _describe(s, lin, hidden)
         needed_by, later = _needed_by(back, indices, tags.op)
-        names = tuple(dict.fromkeys((*names, *(n for n in later if n not in hidden_names))))
+        names = tuple(dict.fromkeys((*names, *(n for n in later if not hidden(n)))))
         if block_of is not None and not block:
             block = block_of(s.chain)
         if s.kind == "carry":  # it belongs to the loop, which bears the block's path
@@ -101,7 +101,7 @@ def _kind(root: Level, var: Any, aval: Any) -> Kind:
     return Kind.OFFLOADED if jaxprs.on_host(aval) else Kind.SAVED
 
 
-def _describe(s: Source, lin: Linearized, hidden: frozenset[str]) -> tuple[tuple[str, ...], str, str, str, str]:
+def _describe(s: Source, lin: Linearized, hidden: Callable[[str], bool]) -> tuple[tuple[str, ...], str, str, str, str]:
     """Names, path, source line, operation and block of a value."""
     tagged, op = lin.tagged, s.kind
     names, source, block = _made(s, lin)
@@ -114,7 +114,7 @@ def _describe(s: Source, lin: Linearized, hidden: frozenset[str]) -> tuple[tuple
         names += more
     for other in s.others:
         names += _describe(other, lin, hidden)[0]
-    kept = tuple(n for n in dict.fromkeys(names) if n not in hidden)
+    kept = tuple(n for n in dict.fromkeys(names) if not hidden(n))
     return kept, tagged.path(s.chain), source, op, block
 
 

@@ -44,10 +44,28 @@ def contains_gradient(jaxpr: Any) -> bool:
     return any(jaxprs.transposed(e) for program in programs(jaxpr) for e in program.eqns)
 
 
+def map_scopes(jaxpr: Any, scopes_as: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Any:
+    """The same closed program with other scopes on its equations, those of nested programs included."""
+    done: dict[int, Any] = {}
+
+    def visit(closed: Any) -> Any:
+        owner = jaxprs.opened(closed)
+        if id(owner) not in done:
+            eqns = []
+            for e in owner.eqns:
+                nested = {c.key: visit(c.jaxpr) for c in jaxprs.calls(e) if c.kind is not jaxprs.CallKind.OPAQUE}
+                e = e.replace(params=jaxprs.with_programs(e, nested)) if nested else e
+                eqns.append(jaxprs.with_scopes(e, scopes_as(jaxprs.scopes(e))))
+            done[id(owner)] = jaxprs.replace_eqns(closed, eqns)
+        return done[id(owner)]
+
+    return visit(jaxpr)
+
+
 def fingerprint(jaxpr: Any, kept: dict[int, Any], scopes_as: Callable[[tuple[str, ...]], Any]) -> Any:
     """A hashable form of a program's structure: equal for two programs that compute the same in the same way.
 
-    Source lines do not count; scopes do. What cannot be compared by value counts by identity.
+    Scopes and source lines count. What cannot be compared by value counts by identity.
 
     Args:
       kept: collects the objects compared by identity, which must outlive the fingerprint.
@@ -87,6 +105,7 @@ def fingerprint(jaxpr: Any, kept: dict[int, Any], scopes_as: Callable[[tuple[str
             tuple(map(atom, e.invars)),
             tuple((atom(v), v.aval) for v in e.outvars),
             scopes_as(jaxprs.scopes(e)),
+            jaxprs.source_line(e),
             value(e.ctx),
         )
         for e in j.eqns

@@ -1,0 +1,69 @@
+"""Policies held against the program that they are for: names and rules that it does not have are said."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from remat_kit._errors import RematError, RematWarning, near_matches
+from remat_kit._globs import matches
+from remat_kit._naming import Place, is_reserved, values
+from remat_kit._policy import Policy
+from remat_kit._policy_text import format_rule
+from remat_kit._presets import presets, unmatched_names
+from remat_kit._trace import jaxprs, survey
+
+
+def check_names(jaxpr: Any, policies: Iterable[Policy]) -> None:
+    """Refuses names that the program does not have.
+
+    A preset lists the names of several codebases; it needs only one of them to be there.
+
+    Raises:
+      RematError: for a name or glob that matches no checkpoint name of the program.
+    """
+    asked = [p for p in policies if p.name_globs]
+    if not asked:
+        return
+    have = inside = {n for n in survey.names_in(jaxpr, forward_rules=True) if not is_reserved(n)}
+    if jaxprs.remat3():
+        have = {n for n in survey.names_in(jaxpr) if not is_reserved(n)}
+    for p in asked:
+        missing = unmatched_names(p, have)
+        if missing and any(matches(missing[0], n) for n in inside - have):
+            raise RematError(
+                f"policy {p.name or str(p)[:200]!r}: the name {missing[0]!r} is given inside the forward rule of a "
+                "custom_vjp function, where jax_remat3 ignores names. Name a value outside the rule, or use the "
+                "classic implementation (jax.config.update('jax_remat3', False))."
+            )
+        if missing:
+            listed = ", ".join(repr(n) for n in sorted(have)) or "none (name values with rk.checkpoint_name)"
+            raise RematError(
+                f"policy {p.name or str(p)[:200]!r}: no value of the program is named {missing[0]!r}. "
+                f"Its checkpoint names: {listed[:600]}.{near_matches(missing[0], have)}"
+            )
+
+
+def warn_unmatched(asked: Sequence[tuple[Policy, Any, Place]]) -> None:
+    """Warns of rules that match no value of the programs they are for; a preset may list more than a program has.
+
+    Args:
+      asked: policies, each with the closed program that it is for and the place of that.
+
+    Warns:
+      RematWarning: for each such rule, with near matches.
+    """
+    lenient = set(presets.values())
+    for policy in dict.fromkeys(p for p, _, _ in asked if p.rules and p not in lenient):
+        found = [f for p, program, place in asked if p == policy for f in values(program, place)]
+        for rule in policy.rules:
+            if any(rule.selector.matches(f) for f in found):
+                continue
+            pairs = ((rule.selector.op, {f.op for f in found}), (rule.selector.path, {f.path for f in found}))
+            near = "".join(near_matches(glob, known) for globs, known in pairs for glob in globs)
+            warnings.warn(
+                f"the rule '{format_rule(rule)[:200]}' matches no value that it could save or offload.{near}",
+                RematWarning,
+                stacklevel=6,
+            )
