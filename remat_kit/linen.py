@@ -17,6 +17,7 @@ from remat_kit._errors import RematError
 from remat_kit._flax_static import resolve_static
 from remat_kit._linen_class import check_methods, cover_class, cover_method, original_of
 from remat_kit._linen_lift import RematOptions, ScanOptions, lift_remat, lift_remat_scan
+from remat_kit._override import Wanted
 from remat_kit._policy import Policy
 from remat_kit._policy import policy as as_policy
 
@@ -76,7 +77,7 @@ def remat(
         if target_or_policy is not None and policy is not None:
             raise RematError(f"two policies were given: {target_or_policy!r} and policy={policy!r}. Give one of them.")
         policy = target_or_policy if policy is None else policy
-        chosen = as_policy("full" if policy is None else policy)  # here, so that a typo is seen where it stands
+        chosen = Wanted.of(policy).policy  # here, so that a typo is seen where it stands
         return functools.partial(
             remat,
             policy=chosen,
@@ -89,7 +90,7 @@ def remat(
             block=block,
         )
     target = target_or_policy
-    chosen = as_policy("full" if policy is None else policy)
+    chosen = Wanted.of(policy).policy
     options = RematOptions(chosen, prevent_cse, block, variables, rngs)
     lift = functools.partial(lift_remat, options=options)
 
@@ -219,7 +220,7 @@ def _policies(policy: Any, levels: int) -> tuple[Policy, ...]:
         if len(policy) != levels:
             raise RematError(f"policy has {len(policy)} entries for {levels} levels of remat_scan: give one for each.")
         return tuple(as_policy("full" if p is None else p) for p in policy)
-    chosen = as_policy("full" if policy is None else policy)
+    chosen = Wanted.of(policy).policy
     outer = chosen if not chosen.remat else as_policy("full")
     return (outer,) * (levels - 1) + (chosen,)
 

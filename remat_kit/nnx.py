@@ -20,8 +20,8 @@ from flax import errors, nnx
 from remat_kit._errors import RematError, near_matches
 from remat_kit._flax_static import DeclaredStatic, resolve_static, seal, split_arrays, unseal
 from remat_kit._nnx_capture import captured_modules, is_stateful
+from remat_kit._override import Wanted
 from remat_kit._policy import Policy
-from remat_kit._policy import policy as as_policy
 from remat_kit._wrap import remat as remat_function
 
 __all__ = ["remat"]
@@ -85,7 +85,7 @@ def remat(
         if target_or_policy is not None and policy is not None:
             raise RematError(f"two policies were given: {target_or_policy!r} and policy={policy!r}. Give one of them.")
         policy = target_or_policy if policy is None else policy
-        chosen = as_policy("full" if policy is None else policy)  # here, so that a typo is seen where it stands
+        chosen = Wanted.of(policy).policy  # here, so that a typo is seen where it stands
         return functools.partial(
             remat,
             policy=chosen,
@@ -96,7 +96,7 @@ def remat(
             block=block,
         )
     target = target_or_policy
-    options = _Options(as_policy("full" if policy is None else policy), prevent_cse, block)
+    options = _Options(Wanted.of(policy).policy, prevent_cse, block)
     if inspect.isclass(target):
         return _cover_class(target, options, static_argnums, static_argnames, methods)
     _check_function(target)

@@ -10,17 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import remat_kit as rk
+from tests.helpers import assert_same_gradients, residual_bytes
 
 TINY = dict(layers=3, batch=2, length=8, width=16, heads=2, vocab=32, dtype="float32", abstract=False)
-
-
-def residual_bytes(fun, *args):
-    """Bytes of intermediates that jax.vjp holds with respect to the first argument, counted by JAX itself."""
-    traced, shape = jax.make_jaxpr(lambda *a: jax.vjp(lambda x: fun(x, *a[1:]), a[0]), return_shape=True)(*args)
-    held = traced.jaxpr.outvars[len(traced.jaxpr.outvars) - len(jax.tree.leaves(shape[1])) :]
-    inputs = {*traced.jaxpr.invars, *traced.jaxpr.constvars}
-    kept = {v for v in held if isinstance(v, jax.extend.core.Var) and v not in inputs}
-    return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
 
 
 def count(text, fun, *args):
@@ -29,13 +21,6 @@ def count(text, fun, *args):
 
 def remat_calls(fun, *args):
     return count("remat2[", fun, *args) + count("RematTraced", fun, *args)
-
-
-def assert_same_gradients(a, b, *args, rtol=2e-5, atol=1e-6):
-    va, ga = jax.jit(jax.value_and_grad(a))(*args)
-    vb, gb = jax.jit(jax.value_and_grad(b))(*args)
-    np.testing.assert_allclose(va, vb, rtol=rtol)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), ga, gb)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -21,8 +22,12 @@ from truth import Held, held
 
 import remat_kit as rk
 
-# What is refused by design: names that the program does not have or JAX ignores, and gradients taken inside.
-REFUSED = "no value of the program is named|jax_remat3 ignores names|contains its own gradient"
+# What is refused by design: names that the program does not have or JAX ignores, gradients taken inside, and paths
+# where a function is seen alone.
+REFUSED = "no value of the program is named|jax_remat3 ignores names|contains its own gradient|selects by module path"
+# What plain `jax.checkpoint` fails with under JAX 0.10.2's newer implementation of remat, all to do with auxiliary
+# results: a scan that stacks a value nobody differentiates, a custom_vjp with constants in a while loop.
+OLD_FAULTS = ("Expected cotangent type", "differentiation of a custom_vjp function with respect to a closed-over value")
 KEYS = ("block", "name", "op", "path", "source", "dtype", "action")
 
 
@@ -46,9 +51,8 @@ def _quiet(test):
             warnings.simplefilter("ignore", rk.RematWarning)  # random rules are often ones that cannot help
             try:
                 test(**drawn)
-            except ValueError as e:
-                # This JAX cannot run the backward pass of a checkpointed scan that stacks a value nobody differentiates.
-                if not (OLD_REMAT3 and "Expected cotangent type" in str(e)):
+            except Exception as e:
+                if not (OLD_REMAT3 and any(fault in str(e) for fault in OLD_FAULTS)):
                     raise
                 reject()
         _forget()
@@ -107,6 +111,16 @@ def check_report(report: rk.Residuals, program: Program, fn, args) -> None:
 
 def abstract(args):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+
+
+@contextlib.contextmanager
+def possibly_refused():
+    """Ends a test quietly where a policy is refused by design."""
+    try:
+        yield
+    except rk.RematError as e:
+        if not re.search(REFUSED, str(e)):
+            raise
 
 
 def applied(program: Program, policy):
@@ -168,27 +182,22 @@ def test_report_of_policies_by_block(program, policy, choices):
 
 @search(25, program=programs(), policy=policies(offload=not OLD_REMAT3))
 def test_report_of_remat(program, policy):
-    fn, args = rk.remat(program.fn, policy=policy), program.args()
-    try:
-        report = rk.residuals(fn, *args, has_aux=program.aux)
-    except rk.RematError as e:
-        assert re.search(REFUSED, str(e)), e
-        return
-    check_report(report, program, fn, args)
+    with possibly_refused():
+        fn, args = rk.remat(program.fn, policy=policy), program.args()
+        check_report(rk.residuals(fn, *args, has_aux=program.aux), program, fn, args)
 
 
 @search(15, program=programs(), number=st.integers(1, len(POLICIES) - 1))
 def test_jax_policies_go_to_jax(program, number):
     """A policy of JAX's own compiles to what `jax.checkpoint` does with it."""
-    args = program.args()
     mine = rk.remat(program.fn, policy=POLICIES[number], prevent_cse=True)
     theirs = jax.checkpoint(program.fn, policy=POLICIES[number])
-    try:
-        lowered = jax.jit(gradient(program, mine)).lower(*args).as_text()
-    except rk.RematError as e:
-        assert re.search(REFUSED, str(e)), e
-        return
-    assert lowered == jax.jit(gradient(program, theirs)).lower(*args).as_text()
+
+    def lowered(fn):
+        return jax.jit(lambda *xs: gradient(program, fn)(*xs)).lower(*program.args()).as_text()
+
+    with possibly_refused():
+        assert lowered(mine) == lowered(theirs)
 
 
 # Values and gradients -------------------------------------------------------------------------------
@@ -259,13 +268,8 @@ def test_apply_by_block_changes_nothing(program, policy, choices, way):
 
 @search(15, program=programs(), policy=policies(offload=False), way=WAYS)
 def test_remat_changes_nothing(program, policy, way):
-    new = rk.remat(program.fn, policy=policy)
-    try:
-        jax.eval_shape(new, *program.args())
-    except rk.RematError as e:
-        assert re.search(REFUSED, str(e)), e
-        return
-    check_same(program, new, way)
+    with possibly_refused():
+        check_same(program, rk.remat(program.fn, policy=policy), way)
 
 
 # Found by search, kept as examples ------------------------------------------------------------------

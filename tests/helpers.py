@@ -1,0 +1,22 @@
+"""What several tests compare with: JAX's own count of residual bytes, and gradients of another function."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+
+def residual_bytes(fun, *args):
+    """Bytes of intermediates that jax.vjp holds with respect to the first argument, counted by JAX itself."""
+    traced, shape = jax.make_jaxpr(lambda *a: jax.vjp(lambda x: fun(x, *a[1:]), a[0]), return_shape=True)(*args)
+    held = traced.jaxpr.outvars[len(traced.jaxpr.outvars) - len(jax.tree.leaves(shape[1])) :]
+    inputs = {*traced.jaxpr.invars, *traced.jaxpr.constvars}
+    kept = {v for v in held if isinstance(v, jax.extend.core.Var) and v not in inputs}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
+
+
+def assert_same_gradients(a, b, *args, rtol=2e-5, atol=1e-6):
+    va, ga = jax.jit(jax.value_and_grad(a))(*args)
+    vb, gb = jax.jit(jax.value_and_grad(b))(*args)
+    np.testing.assert_allclose(va, vb, rtol=rtol)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), ga, gb)

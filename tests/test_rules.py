@@ -1,0 +1,208 @@
+"""What rules mean in a whole program: by path, source and size, nested, and when they match nothing."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+import weakref
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import remat_kit as rk
+from tests.helpers import assert_same_gradients, residual_bytes
+
+X = jnp.linspace(-1, 1, 64).reshape(4, 16)
+W = jnp.eye(16) * 0.5
+UP, DOWN = 4 * 32 * 4, 4 * 16 * 4  # bytes of the two products of a layer
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(32, use_bias=False, name="up")(x)
+        return x + nn.Dense(16, use_bias=False, name="down")(jnp.tanh(h))
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(3):
+            x = Layer(name=f"layers_{i}")(x)
+        return x
+
+
+@pytest.fixture(scope="module")
+def net():
+    variables = Net().init(jax.random.key(0), X)
+    return lambda v, x: jnp.sum(Net().apply(v, x) ** 2), (variables, X)
+
+
+@pytest.mark.parametrize(
+    ("path", "kept"), [("**/up", 3 * UP), ("layers_*/up", 3 * UP), ("layers_1/**", UP + DOWN), ("layers_2/up", UP)]
+)
+def test_rules_by_path_keep_what_the_report_shows_there(net, path, kept):
+    loss, args = net
+    policy = f"save path={path} op=dot_general"
+    report = rk.residuals(loss, *args, policy=policy)
+    products = [e for e in report.entries if e.op == "dot_general" and e.action == "saved"]
+    # the last product of a layer is kept for no rule, so it is not held even where it is named
+    assert sum(e.bytes for e in products) in (kept, kept - DOWN)
+    assert products and all(rk.policy(policy).rules[0].selector.path for _ in products)
+    applied = rk.apply(loss, policy)
+    assert sum(e.bytes for e in report.entries if e.action == "saved") == residual_bytes(applied, *args)
+    assert_same_gradients(loss, applied, *args)
+
+
+def test_rules_by_named_scope():
+    def f(w, x):
+        for name in ("first", "second", "third"):
+            with jax.named_scope(name):
+                x = jnp.sin(x @ w)
+        return jnp.sum(x)
+
+    report = rk.residuals(f, W, X, policy="save path=second op=dot_general")
+    assert [e.path for e in report.entries if e.op == "dot_general"] == ["second"]
+
+
+def test_decorators_refuse_rules_by_path_which_they_could_not_keep():
+    for decorate in (rk.remat, rk.linen.remat):
+        with pytest.raises(rk.RematError, match="rk.apply"):
+            decorate(policy="save path=**/up")
+    with pytest.raises(rk.RematError, match="rk.apply"), rk.override({"mlp": "save path=up"}):
+        pass
+
+
+def test_rules_by_source_tell_identical_layers_of_two_files_apart(tmp_path, monkeypatch):
+    code = "import jax.numpy as jnp\ndef layer(w, x):\n    return jnp.sin(jnp.sin(x @ w) @ w)\n"
+    for name in ("ours", "theirs"):
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    ours, theirs = importlib.import_module("ours"), importlib.import_module("theirs")
+    a = rk.remat(ours.layer, policy="none", block="layer_0")
+    b = rk.remat(theirs.layer, policy="none", block="layer_1")
+
+    def loss(w, x):
+        return jnp.sum(b(w, a(w, x)))
+
+    report = rk.residuals(loss, W, X, policy="save op=dot_general source=theirs.py")
+    products = [e for e in report.entries if e.op == "dot_general"]
+    assert [(e.block, e.source.split(":")[0]) for e in products] == [("layer_1", "theirs.py")] * 2
+    for name in ("ours", "theirs"):
+        sys.modules.pop(name)
+
+
+def test_sizes_count_all_trips():
+    def f(w, x):
+        return jnp.sum(jax.lax.scan(lambda h, _: (jnp.sin(h @ w), None), x, None, length=50)[0])
+
+    kept = rk.residuals(f, W, X, policy=f"save op=dot_general larger_than={50 * X.nbytes - 1}B")
+    assert kept.by("op")["dot_general"] == 50 * X.nbytes
+    with pytest.warns(rk.RematWarning, match="matches no value"):
+        rk.residuals(f, W, X, policy=f"save op=dot_general larger_than={50 * X.nbytes}B")
+
+
+def test_nested_regions_keep_their_policies_to_themselves():
+    inner = rk.remat(lambda x: jnp.sin(jnp.tanh(x)), policy="save op=tanh")
+
+    def f(w, x):
+        return jnp.sum(jnp.sin(jnp.cos(inner(x @ w))))
+
+    outer = rk.residuals(rk.remat(f, policy="save op=cos"), W, X)
+    assert set(outer.by("op")) == {"cos"}  # the outer policy recomputes what the inner one would keep
+    if not (jax.config.jax_remat3 and jax.__version_info__ < (0, 11)):  # no policy reaches into a region there
+        both = rk.residuals(rk.remat(f, policy="save op=tanh|cos"), W, X)
+        assert set(both.by("op")) == {"cos", "tanh"}
+    assert_same_gradients(f, rk.remat(f, policy="save op=cos"), W, X)
+
+
+def test_a_replaced_policy_is_gone():
+    layer = rk.remat(lambda w, x: jnp.sin(jnp.cos(jnp.tanh(x @ w))), policy="save op=tanh", block="layer")
+
+    def loss(w, x):
+        return jnp.sum(layer(w, layer(w, x)))
+
+    assert set(rk.residuals(loss, W, X).by("op")) >= {"tanh"}
+    assert "tanh" not in rk.residuals(loss, W, X, policy={"layer*": "save op=cos"}).by("op")
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        ("save op=dot_generall", "dot_general"),
+        ("save path=layers_9/up", "layers_"),
+        ("save source=nofile.py", "nofile"),
+        ("save dtype=int7", "int7"),
+    ],
+)
+def test_a_rule_that_matches_nothing_is_said(net, rule, says):
+    loss, args = net
+    with pytest.warns(rk.RematWarning, match=f"matches no value.*{says}|{says}.*matches no value"):
+        rk.residuals(loss, *args, policy=rule)
+
+
+def test_a_pattern_that_decides_nothing_is_an_error(net):
+    loss, args = net
+    for policies in ({"layers_*": "full", "layers_2": "none"}, {"layers_0": "full", "layers_0/up": "none"}):
+        with pytest.raises(rk.RematError, match="decides nothing"):
+            rk.residuals(loss, *args, policy=policies)
+
+
+def test_a_layer_around_a_loop_is_a_block():
+    def layer(w, x):
+        x = jnp.sin(jnp.sin(x @ w) @ w)
+        x = jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=2)[0]
+        return jnp.sin(jnp.sin(x @ w) @ w)
+
+    marked = [rk.remat(layer, policy="none", block=f"layer_{i}") for i in range(2)]
+
+    def loss(w, x):
+        for m in marked:
+            x = m(w, x)
+        return jnp.sum(x)
+
+    report = rk.residuals(loss, W, X, policy="full")
+    assert report.blocks == ("layer_0", "layer_1")
+    assert report.total_bytes <= 2 * X.nbytes
+
+
+def test_caches_do_not_keep_arrays_alive():
+    big = jnp.ones((64, 16)) * 2
+
+    def make(big):
+        helper = jax.jit(lambda x: jnp.sin(x @ big.T @ big))
+        return rk.apply(lambda x: jnp.sum(jnp.sin(helper(x))), "save op=sin")
+
+    f = make(big)
+    jax.grad(f)(X)
+    alive = weakref.ref(big)
+    del big, f
+    jax.clear_caches()
+    gc.collect()
+    assert alive() is None
+
+
+def test_compiled_programs_carry_no_marks(net):
+    loss, args = net
+    text = jax.jit(rk.apply(loss, "save op=tanh")).lower(*args).as_text(debug_info=True)
+    assert "rk:" not in text and "rk#" not in text and "layers_0" in text
+
+
+def test_a_single_block_is_said_to_save_little():
+    report = rk.residuals(lambda w, x: jnp.sum(jnp.sin(x @ w)), W, X, policy="full")
+    assert report.blocks == ("whole",) and any("one block" in n for n in report.notes)
+
+
+def test_in_a_loop_of_the_caller_no_barrier_is_put_in():
+    def loss(w, x):
+        step = rk.apply(lambda h: jnp.tanh(jnp.sin(h @ w)), "full")
+        return jnp.sum(jax.lax.scan(lambda h, _: (step(h), None), x, None, length=3)[0])
+
+    text = str(jax.make_jaxpr(loss)(W, X))
+    if "prevent_cse" in text:
+        assert "prevent_cse=True" not in text
+    np.testing.assert_allclose(loss(W, X), jax.jit(loss)(W, X), rtol=1e-5)
