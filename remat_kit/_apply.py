@@ -127,7 +127,7 @@ def rewritten(traced: tracing.Traced, rules: Rules, *, in_loop: bool = False) ->
     """
     check_names(traced.jaxpr, [p for _, p in rules.items])
     chosen = select(traced, rules)
-    if any(survey.contains_gradient(program_of(c)[0]) for c, _ in chosen.blocks):
+    if any(survey.contains_gradient(c.owner.eqns[i] for i in c.eqns) for c, _ in chosen.blocks):
         raise RematError(
             "the function contains its own gradient (a training step?), so what it keeps is decided already. Apply the "
             "policy to the loss, before jax.grad; or mark blocks in it with rk.remat(block=...) and use rk.override."

@@ -17,10 +17,13 @@ from typing import Any
 import jax
 from flax import nnx
 
+from remat_kit._trace.inputs import is_dynamic
+
 
 def is_stateful(value: Any) -> bool:
     """Whether a value is a Variable, a Module or another object with NNX's reference semantics."""
-    return isinstance(value, nnx.Variable) or nnx.graphlib.is_graph_node(value)
+    # To NNX a mutable reference of JAX is a node too.
+    return isinstance(value, nnx.Variable) or (nnx.graphlib.is_graph_node(value) and not is_dynamic(value))
 
 
 def captured_modules(fn: Callable) -> dict[str, str]:

@@ -27,7 +27,7 @@ def notes(
       removed, replaced: paths of existing regions that gave way, or whose policy was replaced.
     """
     found: list[str] = _sharded(entries)
-    if rules is not None and [c.kind for c in blocks] == ["whole"] and rules.items[0][1].remat:
+    if rules is not None and [c.kind for c in blocks] == ["whole"] and rules.items[0][1].is_full:
         found.append(
             "The program is one block. Remat of a whole program saves little: the backward pass starts by computing "
             "all of it again."

@@ -70,7 +70,7 @@ def override(policies: Mapping[str, Any]) -> Iterator[None]:
     for glob in policies:
         if not isinstance(glob, str) or not glob:
             raise RematError(f"override: blocks are named by strings, got {glob!r}.")
-    layer = tuple((glob, Wanted.of(as_policy(p) if p is None else p)) for glob, p in policies.items())
+    layer = tuple((glob, Wanted.of(p if p is not None else as_policy(p))) for glob, p in policies.items())
     layers = (layer, *(_layers.value or ()))
     with _layers(layers):
         yield

@@ -19,7 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import remat_kit as rk
 
-# JAX 0.10.2's newer implementation of remat lacks offload, `prevent_cse=False`, vmap over names and shard_map.
+# JAX 0.10.2's newer implementation of remat lacks offload, `prevent_cse=False`, vmap over names, shard_map in regions and
+# regions that return a literal.
 OLD_REMAT3 = bool(jax.config.jax_remat3) and jax.__version_info__ < (0, 11)
 NAMES = ("a", "b", "c")
 CONSTANT = jnp.linspace(-1.0, 1.0, 3)
@@ -223,11 +224,12 @@ def returned(pool: Pool, n: int) -> list[Any]:
     return [[last], [last, pool.any(1)], [last, last], [last, pool.values[0], jnp.float32(2.0)]][n % 4]
 
 
-def function(pool: Pool, s: Step, closes: bool = True) -> tuple[Callable[..., list[Any]], list[Any]]:
+def function(pool: Pool, s: Step) -> tuple[Callable[..., list[Any]], list[Any]]:
     """The body of a step as a function, and its arguments; some values it closes over."""
     args = [pool.float(s.pick[0]), pool.any(s.pick[1])]
-    captured = pool.values[:3] if closes and s.pick[2] % 2 else []
-    return lambda *xs: returned(run(s.body, [*captured, *xs]), s.pick[2]), args
+    captured = pool.values[:3] if s.pick[2] % 2 else []
+    kinds = 3 if OLD_REMAT3 and s.op in ("checkpoint", "remat") else 4  # there a region cannot return a literal
+    return lambda *xs: returned(run(s.body, [*captured, *xs]), s.pick[2] % kinds), args
 
 
 def scoped(pool: Pool, s: Step) -> list[Any]:

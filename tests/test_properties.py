@@ -25,6 +25,7 @@ import remat_kit as rk
 # What is refused by design: names that the program does not have or JAX ignores, gradients taken inside, and paths
 # where a function is seen alone.
 REFUSED = "no value of the program is named|jax_remat3 ignores names|contains its own gradient|selects by module path"
+REFUSED += "|decides nothing"  # a block that lies in another one
 # What plain `jax.checkpoint` fails with under JAX 0.10.2's newer implementation of remat, all to do with auxiliary
 # results: a scan that stacks a value nobody differentiates, a custom_vjp with constants in a while loop.
 OLD_FAULTS = ("Expected cotangent type", "differentiation of a custom_vjp function with respect to a closed-over value")
@@ -164,7 +165,8 @@ def blocks_of(program: Program, text: str, choices: tuple[int, ...]) -> dict[str
     found = rk.trace(program.fn, *program.args()).blocks
     paths = [b.path for b in found if b.kind not in ("segment", "whole")] or [b.path for b in found]
     chosen = dict.fromkeys(paths[n % len(paths)] for n in choices)
-    globs = {path: text if i % 2 == 0 else "none" for i, path in enumerate(chosen)}
+    outermost = [p for p in chosen if not any(p.startswith(f"{around}/") for around in chosen)]  # blocks do not nest
+    globs = {path: text if i % 2 == 0 else "none" for i, path in enumerate(outermost)}
     return {"**": text} if not globs or choices[0] == 0 else globs
 
 

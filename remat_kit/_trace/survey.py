@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from remat_kit._trace import jaxprs
@@ -39,9 +39,12 @@ def names_in(jaxpr: Any, *, forward_rules: bool = False) -> frozenset[str]:
     return frozenset(name for name in found if name is not None)
 
 
-def contains_gradient(jaxpr: Any) -> bool:
-    """Whether a program was made by reverse mode in part: a training step, say, rather than a loss."""
-    return any(jaxprs.transposed(e) for program in programs(jaxpr) for e in program.eqns)
+def contains_gradient(eqns: Iterable[jaxprs.JaxprEqn]) -> bool:
+    """Whether equations, nested ones included, were made by reverse mode: those of a training step, not of a loss."""
+    return any(
+        jaxprs.transposed(e) or any(contains_gradient(jaxprs.opened(c.jaxpr).eqns) for c in jaxprs.calls(e))
+        for e in eqns
+    )
 
 
 def map_scopes(jaxpr: Any, scopes_as: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Any:
