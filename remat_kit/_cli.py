@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import sys
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit status.
     """
     args = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names may hold what the terminal's encoding does not
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _warnings_in_one_line():
             status = args.run(args)
@@ -256,14 +259,18 @@ def _show(args: argparse.Namespace, data: Callable[[], Any], table: Callable[[Co
 
 @contextlib.contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """Says on a terminal's standard error what is going on, and takes it away again."""
+    """Says on a terminal's standard error what is going on, and takes it away again.
+
+    What the user's program prints meanwhile goes to standard error: standard output is for the result.
+    """
     if not sys.stderr.isatty():
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
         return
     from rich.console import Console
     from rich.text import Text
 
-    with Console(stderr=True).status(Text(f"{what} ...")):
+    with Console(stderr=True).status(Text(f"{what} ...")), contextlib.redirect_stdout(sys.stderr):
         yield
 
 

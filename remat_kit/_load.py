@@ -92,7 +92,7 @@ def _factory(spec: str, source: str, name: str) -> Callable[..., Any]:
                 f"program {spec!r}: no module named {e.name!r}. It must be installed, or lie in {here}."
             ) from None
         raise _failed(f"importing {source}", e) from e
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise _failed(f"importing {source}", e) from e
     seen: list[str] = []
     for part in name.split("."):
@@ -145,15 +145,15 @@ def _run(spec: str, make: Callable[[], Any]) -> Any:
         return make()
     except RematError:
         raise
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise _failed(f"making {spec}", e) from e
 
 
-def _failed(what: str, error: Exception) -> RematError:
+def _failed(what: str, error: BaseException) -> RematError:
     return RematError(f"{what} failed: {describe(error)}")
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """The error in one line, with the place where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""

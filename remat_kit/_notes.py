@@ -14,7 +14,7 @@ from remat_kit._trace.report import Kind
 
 
 def notes(
-    entries: Any, lin: Linearized, written: Any, rules: Any, blocks: Any, removed: Any, replaced: Any
+    entries: Any, lin: Linearized, written: Any, rules: Any, blocks: Any, removed: Any, replaced: Any, sharded: bool
 ) -> tuple[str, ...]:
     """All notes on one report.
 
@@ -24,9 +24,10 @@ def notes(
       written: the program as written, closed.
       rules: the policies applied, or None.
       blocks: the blocks that they were applied to.
+      sharded: whether any argument is spread over devices.
       removed, replaced: paths of existing regions that gave way, or whose policy was replaced.
     """
-    found: list[str] = _sharded(entries)
+    found: list[str] = _sharded(entries, sharded)
     if rules is not None and [c.kind for c in blocks] == ["whole"] and rules.items[0][1].is_full:
         found.append(
             "The program is one block. Remat of a whole program saves little: the backward pass starts by computing "
@@ -41,14 +42,13 @@ def notes(
     return tuple(found)
 
 
-def _sharded(entries: Any) -> list[str]:
+def _sharded(entries: Any, sharded: bool) -> list[str]:
     """Under automatic sharding, only XLA knows where intermediates lie."""
-    arguments = [e.entry for e in entries if e.entry.action is Kind.ARGUMENT]
     kept = [e.entry for e in entries if e.entry.action in (Kind.SAVED, Kind.OFFLOADED)]
-    if any(e.bytes < e.global_bytes for e in arguments) and all(e.bytes == e.global_bytes for e in kept) and kept:
+    if sharded and any(e.bytes == e.global_bytes for e in kept):
         return [
             "Arguments are sharded, but how XLA shards the intermediates is not known before compilation: "
-            "their bytes are those of whole arrays."
+            "their bytes are those of whole arrays, except where a type or shard_map says more."
         ]
     return []
 

@@ -50,6 +50,10 @@ _marked: set[str] = set()  # all blocks met so far, for messages
 _matched: set[tuple[tuple[_Layer, ...], str]] = set()  # kept for good: a warm cache does not ask again
 
 
+def _given(p: Any) -> Any:
+    return as_policy(p) if p is None else p  # None is refused here: it means two things in JAX
+
+
 @contextlib.contextmanager
 def override(policies: Mapping[str, Any]) -> Iterator[None]:
     """Exchanges the policies of marked blocks (``@rk.remat(block="mlp")``) for what is traced inside.
@@ -70,7 +74,7 @@ def override(policies: Mapping[str, Any]) -> Iterator[None]:
     for glob in policies:
         if not isinstance(glob, str) or not glob:
             raise RematError(f"override: blocks are named by strings, got {glob!r}.")
-    layer = tuple((glob, Wanted.of(p if p is not None else as_policy(p))) for glob, p in policies.items())
+    layer = tuple((glob, Wanted.of(_given(p))) for glob, p in policies.items())
     layers = (layer, *(_layers.value or ()))
     with _layers(layers):
         yield

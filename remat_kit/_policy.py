@@ -224,7 +224,7 @@ class Policy:
         return cls.from_dict(_policy_json.loads(text))
 
 
-def policy(spec: Policy | str | Callable[..., Any]) -> Policy:
+def policy(spec: Policy | str | Callable[..., Any] | None) -> Policy:
     """Returns the policy that is meant.
 
     Args:

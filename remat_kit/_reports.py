@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,10 +87,13 @@ def _report(call: _adapters.Call, policy: Policies, argnums: int | Sequence[int]
     def block_of(chain: tuple[int, ...]) -> str:
         return default.block_of(chosen, [lin.tagged.origins[t].eqn for t in chain]) if rules is None else ""
 
+    local = _device_bytes(call)
+    avals = [v.aval for v in jaxprs.opened(traced.jaxpr).invars]
+    sharded = any(n < jaxprs.nbytes(avals[i]) for i, n in local.items())
     found = reading.read(
         lin,
         traced.labels,
-        device_bytes=_device_bytes(call),
+        device_bytes=local,
         hidden=is_reserved,
         block_of=block_of,
     )
@@ -97,13 +101,16 @@ def _report(call: _adapters.Call, policy: Policies, argnums: int | Sequence[int]
         entries=tuple(f.entry for f in found),
         policy="as written" if rules is None else str(rules),
         blocks=tuple(c.path for c in chosen),
-        notes=_notes.notes(found, lin, traced.jaxpr, rules, chosen, removed, replaced),
+        notes=_notes.notes(found, lin, traced.jaxpr, rules, chosen, removed, replaced, sharded),
     )
 
 
 def _differentiated(traced: tracing.Traced, argnums: int | Sequence[int], n: int, call: _adapters.Call) -> list[bool]:
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    if not all(isinstance(i, int) and -n <= i < n for i in numbers):
+    try:
+        numbers = tuple(map(operator.index, argnums if isinstance(argnums, Sequence) else (argnums,)))
+    except TypeError:
+        raise RematError(f"argnums is a position or several, as in jax.grad; got {argnums!r}.") from None
+    if not numbers or not all(-n <= i < n for i in numbers):
         raise RematError(f"argnums={argnums!r} does not fit: the function was given {n} positional arguments.")
     wanted = {i % n for i in numbers}
     avals = [v.aval for v in jaxprs.opened(traced.jaxpr).invars]
@@ -138,9 +145,8 @@ def _outputs(traced: tracing.Traced, call: _adapters.Call, has_aux: bool) -> lis
     loss = call.result(traced.outputs.merge(_Output(i, a) for i, a in enumerate(avals)))
     if has_aux:
         if not isinstance(loss, tuple) or len(loss) != 2:
-            raise RematError(
-                f"has_aux=True needs a function that returns (loss, aux); it returned {type(loss).__name__}."
-            )
+            found = loss.aval.str_short() if isinstance(loss, _Output) else type(loss).__name__
+            raise RematError(f"has_aux=True needs a function that returns (loss, aux); it returned {found}.")
         loss = loss[0]
     leaves = jax.tree.leaves(loss)
     out = leaves[0] if len(leaves) == 1 and isinstance(leaves[0], _Output) else None
@@ -148,7 +154,11 @@ def _outputs(traced: tracing.Traced, call: _adapters.Call, has_aux: bool) -> lis
         found = (
             ", ".join(x.aval.str_short() if isinstance(x, _Output) else type(x).__name__ for x in leaves) or "nothing"
         )
-        more = " It returned a pair: pass has_aux=True if the second is auxiliary." if isinstance(loss, tuple) else ""
+        more = (
+            " It returned a pair: pass has_aux=True if the second is auxiliary."
+            if isinstance(loss, tuple) and len(loss) == 2
+            else ""
+        )
         raise RematError(
             f"the function must return one scalar, as jax.grad requires, but returned {found}.{more} "
             "To look at a layer, sum its output: lambda *a: f(*a).sum()."

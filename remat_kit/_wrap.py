@@ -73,7 +73,7 @@ def remat(
         if policy is not None:
             raise RematError(f"two policies were given: {given!r} and policy={policy!r}. Give one of them.")
         given, policy = None, given
-    if block is not None and not isinstance(block, str):
+    if block is not None and not (isinstance(block, str) and block):
         raise RematError(f"block= names the block for reports and override; got {block!r}.")
     wanted = Wanted.of(policy)
 

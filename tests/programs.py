@@ -19,8 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import remat_kit as rk
 
-# JAX 0.10.2's newer implementation of remat lacks offload, `prevent_cse=False`, vmap over names, shard_map in regions and
-# regions that return a literal.
+# JAX 0.10.2's newer implementation of remat lacks offload, `prevent_cse=False`, vmap over names, shard_map in regions
+# and regions that return a literal.
 OLD_REMAT3 = bool(jax.config.jax_remat3) and jax.__version_info__ < (0, 11)
 NAMES = ("a", "b", "c")
 CONSTANT = jnp.linspace(-1.0, 1.0, 3)

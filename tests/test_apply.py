@@ -349,3 +349,20 @@ def test_regions_inside_a_decorated_function_stay_and_are_reached_by_name():
         assert residual_bytes(ours, w, x) > residual_bytes(jax.checkpoint(f), w, x)
     assert remat_calls(jax.grad(ours), w, x) == remat_calls(jax.grad(theirs), w, x)
     assert_same_gradients(f, ours, w, x)
+
+
+def test_blocks_with_linear_solves_are_no_training_step():
+    """Inside, their transposed programs look like those of a gradient."""
+
+    def loss(b):
+        return jnp.sum(jnp.linalg.inv(jnp.eye(2) * 2 + jnp.diag(b)) ** 2)
+
+    assert_same_gradients(loss, rk.apply(loss, "full"), jnp.ones(2))
+
+
+def test_generators_are_refused():
+    def numbers(x):
+        yield x
+
+    with pytest.raises(rk.RematError, match="generator"):
+        rk.apply(numbers, "full")(1.0)

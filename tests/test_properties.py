@@ -22,10 +22,17 @@ from truth import Held, held
 
 import remat_kit as rk
 
-# What is refused by design: names that the program does not have or JAX ignores, gradients taken inside, and paths
-# where a function is seen alone.
-REFUSED = "no value of the program is named|jax_remat3 ignores names|contains its own gradient|selects by module path"
-REFUSED += "|decides nothing"  # a block that lies in another one
+# What is refused by design: names that the program does not have or JAX ignores, gradients taken inside, paths where a
+# function is seen alone, and a block that lies in another one.
+REFUSED = "|".join(
+    [
+        "no value of the program is named",
+        "jax_remat3 ignores names",
+        "contains its own gradient",
+        "selects by module path",
+        "decides nothing",
+    ]
+)
 # What plain `jax.checkpoint` fails with under JAX 0.10.2's newer implementation of remat, all to do with auxiliary
 # results: a scan that stacks a value nobody differentiates, a custom_vjp with constants in a while loop.
 OLD_FAULTS = ("Expected cotangent type", "differentiation of a custom_vjp function with respect to a closed-over value")

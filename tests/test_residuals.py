@@ -236,3 +236,23 @@ def test_trace_gives_blocks_and_values_with_trip_counts():
     unrolled = rk.trace(*_flat(rk.zoo.gpt_nnx(layers=3, batch=2, length=4, width=8, heads=2, vocab=16)))
     heavy = lambda p: sum(v.flops for v in p.values if v.op == "dot_general")  # noqa: E731
     assert heavy(unrolled) == heavy(program)  # the same model, scanned and unrolled
+
+
+def test_numpy_positions_and_other_argnums():
+    def f(w, x):
+        return jnp.sum(jnp.sin(x @ w))
+
+    assert rk.residuals(f, W, X, argnums=np.int64(1)) == rk.residuals(f, W, X, argnums=1)
+    for wrong in (1.5, None, (), "w", (0, 2)):
+        with pytest.raises(rk.RematError, match="argnums"):
+            rk.residuals(f, W, X, argnums=wrong)
+    with pytest.raises(rk.RematError, match="two reports"):
+        rk.residuals(f, W, X).diff("full")
+
+
+def test_sharded_arguments_that_are_not_read_back_are_said_too():
+    mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    x = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=spec)
+    report = rk.residuals(lambda x: jnp.sum(jnp.sin(jnp.sin(x))), x)
+    assert report.total_bytes == 2 * 64 and any("sharded" in n for n in report.notes)

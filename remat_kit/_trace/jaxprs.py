@@ -292,10 +292,10 @@ def remat_region(eqn: JaxprEqn) -> Region | None:
 def name_of(eqn: JaxprEqn) -> str | None:
     """The name that a `checkpoint_name` equation gives, of either implementation; None for any other."""
     if eqn.primitive is name_p:
-        return eqn.params["name"]
+        return str(eqn.params["name"])
     prim = eqn.params.get("_prim")
     if prim is not None and type(prim).__name__ in ("CheckpointName", "CheckpointNameFwd"):
-        return prim.name
+        return str(prim.name)
     return None
 
 

@@ -191,7 +191,7 @@ class Residuals:
         Raises:
           RematError: for any other key.
         """
-        if key not in _KEYS:
+        if not isinstance(key, str) or key not in _KEYS:
             raise RematError(f"by({key!r}): no such key. Use one of {', '.join(_KEYS)}.")
         sums: dict[str, int] = {}
         for e in self.entries:
@@ -216,6 +216,8 @@ class Residuals:
 
     def diff(self, other: Residuals) -> ResidualsDiff:
         """Compares with another report of the same function: `self` is before, `other` after."""
+        if not isinstance(other, Residuals):
+            raise RematError(f"diff compares two reports of rk.residuals; got {type(other).__name__}.")
         before, after = _multiset(self), _multiset(other)
         gone = [e for k, es in before.items() for e in es[len(after.get(k, ())) :]]
         new = [e for k, es in after.items() for e in es[len(before.get(k, ())) :]]

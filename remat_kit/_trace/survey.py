@@ -42,7 +42,8 @@ def names_in(jaxpr: Any, *, forward_rules: bool = False) -> frozenset[str]:
 def contains_gradient(eqns: Iterable[jaxprs.JaxprEqn]) -> bool:
     """Whether equations, nested ones included, were made by reverse mode: those of a training step, not of a loss."""
     return any(
-        jaxprs.transposed(e) or any(contains_gradient(jaxprs.opened(c.jaxpr).eqns) for c in jaxprs.calls(e))
+        jaxprs.transposed(e)
+        or any(contains_gradient(jaxprs.opened(c.jaxpr).eqns) for c in jaxprs.calls(e) if c.rewritable)
         for e in eqns
     )
 

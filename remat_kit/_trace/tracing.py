@@ -45,6 +45,8 @@ def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     """
     if not callable(fun):
         raise RematError(f"expected a function to trace, got {type(fun).__name__}: {fun!r:.80}")
+    if inspect.isgeneratorfunction(fun) or inspect.iscoroutinefunction(fun) or inspect.isasyncgenfunction(fun):
+        raise RematError(f"expected a function that returns its results; {fun.__name__} is a generator or coroutine.")
     leaves, spec = split((args, kwargs))
 
     def flat(*xs: Any) -> Any:
@@ -52,6 +54,8 @@ def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         with marks.read(modules=(a, k)):
             return seal(fun(*a, **k))
 
+    flat.__name__ = getattr(fun, "__name__", "function")
+    flat.__qualname__ = getattr(fun, "__qualname__", flat.__name__)
     jaxpr, out = jax.make_jaxpr(flat, return_shape=True)(*leaves)
     labels, argnums = _labels(fun, args, kwargs)
     return Traced(jaxpr, spec, Spec.of(out), labels, argnums)
