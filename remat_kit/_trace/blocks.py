@@ -226,7 +226,8 @@ def choose(
     """Chooses the blocks of a program whose user names none.
 
     The outermost repeated level (layers) that holds most of the residual bytes, or, where none holds half of them,
-    the one that holds most; else existing regions; else segments between narrow places, or the whole program.
+    the one that holds most if that is a tenth, or if nothing but the whole program is left; else existing
+    regions; else segments between narrow places.
 
     Args:
       kept: for each residual of the program without any remat, the original equation it comes from with the
@@ -242,7 +243,10 @@ def choose(
         most = sums.index(max(sums))
     if most is not None and levels[most]:
         return levels[most]
-    return [c for c in candidates if c.kind == "checkpoint" and c.depth == 0] or segments(jaxpr)
+    cut = [c for c in candidates if c.kind == "checkpoint" and c.depth == 0] or segments(jaxpr)
+    if len(cut) == 1 and sums and max(sums):  # a whole program as one block saves less than any layers
+        return levels[sums.index(max(sums))]
+    return cut
 
 
 def _repeated(siblings: Sequence[Candidate]) -> list[Candidate]:
