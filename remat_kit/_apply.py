@@ -72,8 +72,11 @@ def select(traced: tracing.Traced, rules: Rules) -> Chosen:
         policy = rules.items[0][1]
         taken = [(c, policy) for c in default_blocks(traced, candidates)]
     else:
-        candidates = candidates or blocks.segments(traced.jaxpr)
-        taken = _by_glob(candidates, [(str(g), p) for g, p in rules.items])
+        globs = [(str(g), p) for g, p in rules.items]
+        pieces = blocks.segments(traced.jaxpr)
+        if not candidates or all(any(matches(g, c.path, "/") for c in pieces) for g, _ in globs):
+            candidates = pieces
+        taken = _by_glob(candidates, globs)
     mine = {id(c) for c, _ in taken}
     around = {id(a) for c, _ in taken for a in c.ancestors()}
     removed = [
@@ -127,7 +130,9 @@ def rewritten(traced: tracing.Traced, rules: Rules, *, in_loop: bool = False) ->
     """
     check_names(traced.jaxpr, [p for _, p in rules.items])
     chosen = select(traced, rules)
-    if any(survey.contains_gradient(c.owner.eqns[i] for i in c.eqns) for c, _ in chosen.blocks):
+    # A loss may hold a gradient (a penalty on it, say); a step returns what it makes of one.
+    returns_arrays = any(jaxprs.is_inexact(v.aval) and v.aval.shape for v in jaxprs.opened(traced.jaxpr).outvars)
+    if returns_arrays and any(survey.contains_gradient(c.owner.eqns[i] for i in c.eqns) for c, _ in chosen.blocks):
         raise RematError(
             "the function contains its own gradient (a training step?), so what it keeps is decided already. Apply the "
             "policy to the loss, before jax.grad; or mark blocks in it with rk.remat(block=...) and use rk.override."

@@ -366,3 +366,21 @@ def test_generators_are_refused():
 
     with pytest.raises(rk.RematError, match="generator"):
         rk.apply(numbers, "full")(1.0)
+
+
+def test_a_loss_with_a_gradient_penalty_is_no_training_step():
+    def loss(w, x):
+        slope = jax.grad(lambda x: jnp.sum(jnp.tanh(jnp.sin(x @ w))))(x)
+        return jnp.sum(slope**2)
+
+    w, x = jnp.eye(4) * 0.5, jnp.linspace(-1, 1, 8).reshape(2, 4)
+    assert_same_gradients(loss, rk.apply(loss, "full"), w, x)
+
+
+def test_segments_can_be_chosen_where_there_are_other_blocks(mlp):
+    loss, (ws, x) = mlp
+
+    def with_scan(ws, x):
+        return loss(ws, x) + 0.0 * jnp.sum(jax.lax.scan(lambda c, _: (jnp.sin(c), None), x[0, 0], None, length=2)[0])
+
+    assert rk.residuals(with_scan, ws, x, policy={"segment_1": "full"}).blocks == ("segment_1",)
