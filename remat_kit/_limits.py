@@ -11,8 +11,9 @@ from typing import Any
 import jax
 
 from remat_kit._errors import RematError, RematWarning
+from remat_kit._naming import values
 from remat_kit._policy import Action, Policy
-from remat_kit._trace import jaxprs
+from remat_kit._trace import jaxprs, survey
 
 _EARLY = jax.__version_info__ < (0, 11)
 _ASKED = ("name", "dot_general", "conv_general_dilated")  # what later versions ask a policy about
@@ -50,12 +51,33 @@ def check(policy: Policy, jaxpr: Any, *, chosen_cse: bool = False) -> None:
             RematWarning,
             stacklevel=4,
         )
+    if _EARLY and not policy.is_full and _reached_in_regions(policy, jaxpr):
+        warnings.warn(
+            f"policy {policy.name or str(policy)!r} keeps values inside a jax.checkpoint region in the block, which "
+            f"{where} recomputes: an outer policy does not reach into a region there. {classic} or a newer JAX.",
+            RematWarning,
+            stacklevel=4,
+        )
     if chosen_cse and _EARLY:
         warnings.warn(
             f"prevent_cse is ignored by {where}, which always keeps recomputation apart. {classic} or a newer JAX.",
             RematWarning,
             stacklevel=4,
         )
+
+
+def _reached_in_regions(policy: Policy, jaxpr: Any) -> bool:
+    """Whether a policy would keep a value of a `jax.checkpoint` region inside a program."""
+    native = policy.native
+    for program in survey.programs(jaxpr):
+        for region in filter(None, map(jaxprs.remat_region, program.eqns)):
+            if native is not None:
+                eqns = (e for p in survey.programs(region.jaxpr) for e in p.eqns if not jaxprs.calls(e))
+                if any(jaxprs.keeps(native, e) for e in eqns):
+                    return True
+            elif any(policy.action(f) is not Action.RECOMPUTE for f in values(region.jaxpr)):
+                return True
+    return False
 
 
 def _ignored(native: Any, jaxpr: Any) -> list[str]:

@@ -249,10 +249,10 @@ def block_function(
     """
     if not policy.remat:
         return lambda *args: evaluate_plain(jaxpr, args)
-    _limits.check(policy, jaxpr)
-    check_effects(jaxpr)
-    native = policy.as_jax()
     program = jaxpr if keep_regions else without_regions(jaxpr)
+    _limits.check(policy, program)
+    check_effects(program)
+    native = policy.as_jax()
     fun = _shared(program, None if native is not None else policy, place)
     saver = native if native is not None else _naming.names_policy(policy)
     wrapped = jax.checkpoint(fun, policy=saver, prevent_cse=prevent_cse)

@@ -334,6 +334,7 @@ def test_a_step_with_its_own_gradient_is_refused(mlp):
         rk.apply(lambda ws, x: jax.grad(loss)(ws, x), "full")(*args)
 
 
+@pytest.mark.filterwarnings("ignore:policy .* keeps values inside a jax.checkpoint region:remat_kit.RematWarning")
 def test_regions_inside_a_decorated_function_stay_and_are_reached_by_name():
     """As in JAX: an outer policy reaches into an inner region; the inner one still bounds the replay."""
     inner = jax.checkpoint(lambda w, h: jnp.sin(checkpoint_name(h @ w, "inner") @ w))

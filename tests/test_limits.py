@@ -217,3 +217,11 @@ def test_regions_with_a_flag_for_each_argument_can_be_rewritten():
         assert np.isclose(jax.grad(rk.apply(loss, policy))(1.0), jax.grad(loss)(1.0))
     assert rk.residuals(loss, 1.0).total_bytes >= 0
     assert np.isclose(jax.grad(rk.remat(loss))(1.0), jax.grad(loss)(1.0))
+
+
+@early_remat3
+@pytest.mark.parametrize("policy", ["dots", "save name=inne*"])
+def test_a_policy_that_does_not_reach_into_a_region_is_said(policy):
+    inner = jax.checkpoint(lambda x: jnp.sin(name(x @ x, "inner")))
+    with pytest.warns(rk.RematWarning, match="inside a jax.checkpoint region"):
+        rk.remat(lambda x: jnp.sum(inner(jnp.sin(x))), policy=policy)(jnp.ones((2, 2)))

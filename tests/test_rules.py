@@ -106,6 +106,7 @@ def test_sizes_count_all_trips():
         rk.residuals(f, W, X, policy=f"save op=dot_general larger_than={50 * X.nbytes}B")
 
 
+@pytest.mark.filterwarnings("ignore:policy .* keeps values inside a jax.checkpoint region:remat_kit.RematWarning")
 def test_nested_regions_keep_their_policies_to_themselves():
     inner = rk.remat(lambda x: jnp.sin(jnp.tanh(x)), policy="save op=tanh")
 
