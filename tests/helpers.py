@@ -1,6 +1,8 @@
-"""What several tests compare with: JAX's own count of residual bytes, and gradients of another function."""
+"""What several tests compare with: JAX's own count of residual bytes and of regions, gradients of another function."""
 
 from __future__ import annotations
+
+import re
 
 import jax
 import numpy as np
@@ -20,3 +22,15 @@ def assert_same_gradients(a, b, *args, rtol=2e-5, atol=1e-6):
     vb, gb = jax.jit(jax.value_and_grad(b))(*args)
     np.testing.assert_allclose(va, vb, rtol=rtol)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), ga, gb)
+
+
+def held(fn, *args):
+    """Bytes that the backward pass of a function holds, its arguments included. Nothing is computed."""
+    pull = jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pull))
+
+
+def regions(fn, *args):
+    """Number of remat equations in a traced function, nested ones included, under either implementation."""
+    text = str(jax.make_jaxpr(fn)(*args))
+    return len(re.findall(r"\b(?:checkpoint|remat2?|RematTraced)\[", text))

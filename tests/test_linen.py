@@ -2,7 +2,6 @@
 
 import functools
 import pickle
-import re
 import warnings
 
 import flax.linen as nn
@@ -14,23 +13,12 @@ from jax.experimental import checkify
 
 import remat_kit as rk
 from remat_kit import _linen_lift
+from tests.helpers import held, regions
 
 KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
 DROPOUT = {"dropout": jax.random.key(7)}
 OUTER_POLICY_STOPS_AT_INNER = jax.config.jax_remat3 and jax.__version_info__ < (0, 11)
 X = jax.random.normal(jax.random.key(3), (4, 8))
-
-
-def held(fn, *args):
-    """Bytes that the backward pass of a function holds, its arguments included. Nothing is computed."""
-    pull = jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pull))
-
-
-def regions(fn, *args):
-    """Number of remat equations in a traced function, nested ones included, under either implementation."""
-    text = str(jax.make_jaxpr(fn)(*args))
-    return len(re.findall(r"\b(?:checkpoint|remat2?|RematTraced)\[", text))
 
 
 def assert_same(a, b, rtol=2e-4, atol=1e-5):

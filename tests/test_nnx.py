@@ -2,7 +2,6 @@
 
 import functools
 import pickle
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +10,9 @@ import pytest
 from flax import nnx
 
 import remat_kit as rk
+from tests.helpers import held, regions
 
 X = jax.random.normal(jax.random.key(3), (4, 8))
-
-
-def held(fn, *args):
-    """Bytes that the backward pass of a function holds, its arguments included. Nothing is computed."""
-    pull = jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pull))
-
-
-def regions(fn, *args):
-    """Number of remat equations in a traced function, nested ones included, under either implementation."""
-    text = str(jax.make_jaxpr(fn)(*args))
-    return len(re.findall(r"\b(?:checkpoint|remat2?|RematTraced)\[", text))
 
 
 def pure(model, call=lambda model, x: model(x)):
