@@ -24,6 +24,15 @@ from remat_kit._presets import presets as presets
 from remat_kit._presets import register as register
 from remat_kit._reports import residuals as residuals
 from remat_kit._reports import trace as trace
+from remat_kit._target.compare import compare as compare
+from remat_kit._target.comparison import Comparison as Comparison
+from remat_kit._target.max_batch import MaxBatch as MaxBatch
+from remat_kit._target.max_batch import max_batch as max_batch
+from remat_kit._target.measure import measure as measure
+from remat_kit._target.measurement import Measurement as Measurement
+from remat_kit._target.target import Target as Target
+from remat_kit._target.target import target as target
+from remat_kit._target.target import targets as targets
 from remat_kit._trace.program import Block as Block
 from remat_kit._trace.program import Program as Program
 from remat_kit._trace.program import Value as Value

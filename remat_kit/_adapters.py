@@ -66,6 +66,26 @@ def refuse_modules(name: str, tree: Any) -> None:
 
 
 @contextlib.contextmanager
+def state_errors(name: str) -> Iterator[None]:
+    """Says in the toolkit's words that a rematerialized function changes NNX state which it captures.
+
+    Raises:
+      RematError: in place of Flax's error about trace levels.
+    """
+    try:
+        yield
+    except Exception as error:
+        flax_errors = sys.modules.get("flax.errors")
+        if flax_errors is None or not isinstance(error, flax_errors.TraceContextError):
+            raise
+        reason = str(error).partition(" (http")[0]
+        raise RematError(
+            f"{name} changes a module or Variable that it was not given as an argument ({reason}). Inside a "
+            "rematerialized region only arguments can be updated: use rk.nnx.remat, and pass that module in."
+        ) from error
+
+
+@contextlib.contextmanager
 def adapted(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Call]:
     """Takes apart the arguments of a call that hold state, for as long as the call lasts; others pass as they are."""
     if "flax.nnx" in sys.modules:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from remat_kit import _adapters
+from remat_kit import _adapters, _limits
 from remat_kit._errors import RematError, near_matches
 from remat_kit._globs import matches
 from remat_kit._matching import check_names, warn_unmatched
@@ -16,6 +16,7 @@ from remat_kit._rewrite import Choice, program_of, rewrite
 from remat_kit._trace import blocks, jaxprs, marks, survey, tracing
 from remat_kit._trace.blocks import Candidate
 from remat_kit._trace.default import default_blocks
+from remat_kit._units import printable
 
 Policies = Any  # str | Policy | JAX callable | Mapping[str, str | Policy | callable]
 
@@ -112,7 +113,7 @@ def _by_glob(candidates: Sequence[Candidate], items: Sequence[tuple[str, Policy]
         matched = [p for p in paths if matches(glob, p, "/")]
         if not matched:
             raise RematError(
-                f"no block of the program matches {glob!r}. Its blocks: {', '.join(paths)[:600] or 'none'}."
+                f"no block of the program matches {glob!r}. Its blocks: {printable(', '.join(paths)[:600]) or 'none'}."
                 + near_matches(glob, paths)
             )
         raise RematError(
@@ -172,7 +173,9 @@ def apply(fun: Callable[..., Any], policy: Policies) -> Callable[..., Any]:
     def applied(*args: Any, **kwargs: Any) -> Any:
         with _adapters.adapted(fun, args, kwargs) as call:
             leaves, traced, program = _program(call, rules, cache)
-            return call.finish(traced.outputs.merge(jaxprs.evaluate(program, *leaves)))
+            with _limits.effects_said():
+                results = jaxprs.evaluate(program, *leaves)
+            return call.finish(traced.outputs.merge(results))
 
     return applied
 

@@ -77,19 +77,37 @@ def _parser() -> argparse.ArgumentParser:
 
     p = commands.add_parser("residuals", parents=[common], help="what reverse mode keeps, with bytes and costs")
     _program_options(p)
-    p.add_argument("--policy", help="preset or policy text for every block; as written without it")
-    p.add_argument(
-        "--block",
-        action="append",
-        default=[],
-        metavar="GLOB=POLICY",
-        help="policy for some blocks (repeatable; the first that matches wins, --policy is for the rest)",
-    )
+    _policy_options(p)
     p.add_argument("--top", type=_count, metavar="N", help="show the N largest rows of each table")
     shown = p.add_mutually_exclusive_group()
     shown.add_argument("--by", choices=_BY, help="sum the bytes by this instead of listing values")
     shown.add_argument("--diff", metavar="POLICY", help="show what changes when every block has this policy instead")
     p.set_defaults(run=_residuals)
+
+    p = commands.add_parser("measure", parents=[common], help="what XLA makes of a step: memory, cost, does it fit")
+    _program_options(p)
+    _policy_options(p)
+    _target_options(p)
+    p.add_argument("--step", action="store_true", help="compile fn as it is (a whole step), not its value and gradient")
+    p.add_argument("--against", metavar="POLICY", help="compile under this policy too, to see what the other does")
+    p.add_argument("--top", type=_count, default=10, metavar="N", help="show the N largest buffers at the peak")
+    p.set_defaults(run=_measure)
+
+    p = commands.add_parser("compare", parents=[common], help="several policies side by side, compiled")
+    _program_options(p)
+    p.add_argument(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="POLICY",
+        help="one of them (repeatable); four presets without it",
+    )
+    _target_options(p)
+    p.add_argument("--budget", type=_budget, help="peak to keep within: 14GiB, or a share of the memory such as 0.9")
+    p.set_defaults(run=_compare)
+
+    p = commands.add_parser("targets", parents=[common], help="what can be compiled for here, and what is missing")
+    p.set_defaults(run=_targets)
 
     p = commands.add_parser("policies", parents=[common], help="the presets: what each keeps and what it costs")
     p.add_argument("names", nargs="*", metavar="NAME", help="only these, with their whole text form")
@@ -114,6 +132,26 @@ def _program_options(p: argparse.ArgumentParser) -> None:
         "--argnums", type=_argnums, default=0, metavar="N[,N]", help="arguments to differentiate by, as in jax.grad"
     )
     p.add_argument("--has-aux", action="store_true", help="fn returns (loss, other), as in jax.grad")
+
+
+def _policy_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--policy", help="preset or policy text for every block; as written without it")
+    p.add_argument(
+        "--block",
+        action="append",
+        default=[],
+        metavar="GLOB=POLICY",
+        help="policy for some blocks (repeatable; the first that matches wins, --policy is for the rest)",
+    )
+
+
+def _target_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--target", default="local", help="what to compile for: local, cpu, tpu:v5e, cuda:h100 ... (targets)"
+    )
+    p.add_argument("--time", action="store_true", help="run and time it too, on attached devices")
+    p.add_argument("--keep-barriers", action="store_true", help="CPU of JAX 0.10.2: keep recomputation apart")
+    p.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="end a compiler that takes longer")
 
 
 def _version(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -146,6 +184,69 @@ def _residuals(args: argparse.Namespace) -> int:
     return _show(args, report.to_dict, lambda console: report.print(console, top=args.top))
 
 
+def _measure(args: argparse.Namespace) -> int:
+    import remat_kit
+    from remat_kit._load import load, parse_settings
+    from remat_kit._show import measurement
+
+    policy = _policy_of(args)
+    where = remat_kit.target(args.target)
+    settings = parse_settings(args.set)
+    with _progress(f"making {args.program}"):
+        fn, fn_args, kwargs = load(args.program, settings)
+    with _progress(f"compiling {args.program} for {where}"), _told(args.program, "measuring"):
+        m = remat_kit.measure(
+            fn,
+            *fn_args,
+            policy=policy,
+            grad=not args.step,
+            against=args.against,
+            argnums=args.argnums,
+            has_aux=args.has_aux,
+            **_target_settings(args, where),
+            **kwargs,
+        )
+    _show(args, m.to_dict, lambda console: measurement.print_measurement(m, console, top=args.top))
+    return 1 if m.fits is False else 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    import remat_kit
+    from remat_kit._load import load, parse_settings
+
+    where = remat_kit.target(args.target)
+    settings = parse_settings(args.set)
+    with _progress(f"making {args.program}"):
+        fn, fn_args, kwargs = load(args.program, settings)
+    chosen = {"policies": args.policy} if args.policy else {}
+    with _told(args.program, "comparing"), contextlib.redirect_stdout(sys.stderr):
+        c = remat_kit.compare(
+            fn,
+            *fn_args,
+            argnums=args.argnums,
+            has_aux=args.has_aux,
+            budget=args.budget,
+            **chosen,
+            **_target_settings(args, where),
+            **kwargs,
+        )
+    _show(args, c.to_dict, c.print)
+    return 0 if c.best else 1
+
+
+def _target_settings(args: argparse.Namespace, where: Any) -> dict[str, Any]:
+    return {"target": where, "time": args.time, "keep_barriers": args.keep_barriers, "timeout": args.timeout}
+
+
+def _targets(args: argparse.Namespace) -> int:
+    import remat_kit
+    from remat_kit._show.targets import print_targets
+
+    found = remat_kit.targets()
+    data = {"schema": 1, "targets": [t.to_dict() for t in found]}
+    return _show(args, lambda: data, lambda console: print_targets(found, console))
+
+
 def _policy_of(args: argparse.Namespace) -> Any:
     """A policy, or `{block glob: policy}` where there are --block options."""
     if not args.block:
@@ -165,17 +266,23 @@ def _policy_of(args: argparse.Namespace) -> Any:
 
 def _report(name: str, program: Loaded, policy: Any, **options: Any) -> Residuals:
     import remat_kit
-    from remat_kit._load import describe
 
     fn, args, kwargs = program
-    residuals = remat_kit.residuals
-    with _progress(f"tracing {name}" + (f" under {policy}" if policy is not None else "")):
-        try:
-            return residuals(fn, *args, policy=policy, **options, **kwargs)
-        except RematError:
-            raise
-        except Exception as e:  # the program is the user's: what it raises is told, not shown as ours
-            raise RematError(f"tracing {name} failed: {describe(e)}. --traceback shows more.") from e
+    with _progress(f"tracing {name}" + (f" under {policy}" if policy is not None else "")), _told(name, "tracing"):
+        return remat_kit.residuals(fn, *args, policy=policy, **options, **kwargs)
+
+
+@contextlib.contextmanager
+def _told(name: str, doing: str) -> Iterator[None]:
+    """The program is the user's: what it raises is told, not shown as ours."""
+    from remat_kit._load import describe
+
+    try:
+        yield
+    except RematError:
+        raise
+    except Exception as e:
+        raise RematError(f"{doing} {name} failed: {describe(e)}. --traceback shows more.") from e
 
 
 def _policies(args: argparse.Namespace) -> int:
@@ -296,6 +403,13 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows")
     return int(text)
+
+
+def _budget(text: str) -> str | float:
+    with contextlib.suppress(ValueError):
+        share = float(text)
+        return share if 0 < share <= 1 and "." in text else text
+    return text
 
 
 def _argnums(text: str) -> int | tuple[int, ...]:

@@ -17,6 +17,14 @@ class UnknownPolicyError(RematError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+class OptionError(RematError, TypeError):
+    """An option of the wrong type."""
+
+
+class UnsupportedEffectError(RematError, NotImplementedError):
+    """A rematerialized function has an effect that JAX does not repeat, and is differentiated."""
+
+
 class RematWarning(UserWarning):
     """Something was asked for that has no effect, or another effect than it seems to have."""
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from remat_kit._errors import near_matches
-from remat_kit._static_args import ArgumentError
+from remat_kit._static_args import ArgumentError, read_names, read_positions
 from remat_kit._trace import jaxprs
 from remat_kit._trace.inputs import Static
 from remat_kit._trace.inputs import unseal as unseal
@@ -108,8 +108,7 @@ def resolve_static(
     Raises:
         ArgumentError: a name or position that no function has.
     """
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
+    numbers, names = read_positions("static_argnums", argnums), read_names("static_argnames", argnames)
     if not numbers and not names:
         return {owner: DeclaredStatic(owner) for owner in functions}
     signatures = {owner: _signature(function, skip) for owner, function in functions.items()}

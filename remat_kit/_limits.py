@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from remat_kit._errors import RematError, RematWarning
+from remat_kit._errors import RematError, RematWarning, UnsupportedEffectError
 from remat_kit._naming import values
 from remat_kit._policy import Action, Policy
 from remat_kit._trace import jaxprs, survey
@@ -64,6 +66,25 @@ def check(policy: Policy, jaxpr: Any, *, chosen_cse: bool = False) -> None:
             RematWarning,
             stacklevel=4,
         )
+
+
+@contextlib.contextmanager
+def effects_said() -> Iterator[None]:
+    """Says what JAX refuses where a region is differentiated whose effects it does not repeat (`io_callback`).
+
+    JAX refuses when it splits the region in two, which is here unless the derivative is taken of a `jax.jit` or a loop
+    around the region; there its own error is seen.
+    """
+    try:
+        yield
+    except NotImplementedError as error:
+        if "Effects not supported" not in str(error):
+            raise
+        raise UnsupportedEffectError(
+            f"{str(error).splitlines()[0][:300]}. Recomputation would repeat them. Use jax.debug.callback for what may "
+            "run twice or jax.pure_callback for what has no side effects, move the call out of the function, or leave "
+            "this part without remat."
+        ) from error
 
 
 def _reached_in_regions(policy: Policy, jaxpr: Any) -> bool:

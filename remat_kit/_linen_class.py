@@ -21,8 +21,11 @@ from flax import linen as nn
 from flax.linen.module import wrap_method_once
 from flax.linen.transforms import decorator_lift_transform
 
+from remat_kit import _linen_marks
 from remat_kit._errors import RematError, RematWarning, near_matches
 from remat_kit._flax_static import DeclaredStatic
+from remat_kit._static_args import read_names
+from remat_kit._trace import marks
 
 Lift = Callable[[Callable], Callable]
 
@@ -47,7 +50,7 @@ def cover_method(fn: Callable, lift: Lift, static: DeclaredStatic, *, in_init: b
 
     @functools.wraps(managed)
     def region(self, *args, **kwargs):
-        with _under_way(_covered, self):
+        with _under_way(_covered, self), marks.given(path=self.path):
             out = managed(self, *args, **kwargs)
         _refuse_modules(static.owner, out)
         return out
@@ -68,7 +71,8 @@ def cover_method(fn: Callable, lift: Lift, static: DeclaredStatic, *, in_init: b
         static.check(args, kwargs)
         if self.is_initializing() and not in_init:
             return region(self, *args, **kwargs)
-        return lifted(self, *args, **kwargs)
+        with _linen_marks.called(self, fn.__name__):
+            return lifted(self, *args, **kwargs)
 
     vars(covered)["__rk_original__"] = fn
     return covered
@@ -119,7 +123,7 @@ def original_of(fn: Callable) -> Callable:
 
 def check_methods(cls: type[nn.Module], methods: Any) -> tuple[str, ...]:
     """Returns the method names of a covering as a tuple, or raises RematError for one that cannot be covered."""
-    names = (methods,) if isinstance(methods, str) else tuple(methods)
+    names = read_names("methods", methods)
     if not names:
         raise RematError(f"methods is empty, so nothing of {cls.__name__} would be rematerialized.")
     known = _public_methods(cls)

@@ -19,21 +19,24 @@ def marking() -> Iterator[None]:
 
 
 def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-    module, method = context.module, context.method_name
-    if (
-        not marks.reading()
-        or module.scope is None
-        or method == "setup"
-        or method.startswith("_") != (method == "__call__")
-    ):
+    with called(context.module, context.method_name):
         return next_fun(*args, **kwargs)
-    path = tuple(str(p) for p in module.path)
-    above = marks.frames()[-1].path
-    if path == above:  # the module itself, calling on; or a lifted transform's inner call
-        return next_fun(*args, **kwargs)
-    relative = path[len(above) :] if above is not None and path[: len(above)] == above else path
-    name = "/".join(relative)
+
+
+@contextlib.contextmanager
+def called(module: nn.Module, method: str) -> Iterator[None]:
+    """Marks one call of a module's method, except of `setup`, private ones, and of the module that is running."""
+    frames = marks.frames()
+    private = method == "setup" or method.startswith("_") != (method == "__call__")
+    if not frames or module.scope is None or private:
+        yield
+        return
+    path, above = tuple(map(str, module.path)), frames[-1].path
+    if path == above and frames[-1].module is not None:  # it calls on; or a lifted transform's inner call
+        yield
+        return
+    name = "/".join(path[len(above) :] if above is not None and path[: len(above)] == above else path)
     if method != "__call__" and name:
         name += "." + method
     with marks.mark(name, module=module, path=path):
-        return next_fun(*args, **kwargs)
+        yield

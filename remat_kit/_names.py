@@ -75,30 +75,9 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
     "quantization": {"praxis": ("qlhs", "qrhs", "lhs_scale", "rhs_scale")},
     "layer_output": {"praxis": ("transformer_layer_out",), "easydel": ("layer_output",)},
 }
-_AXLEARN_SUFFIXES = {
-    spelling.rpartition(".")[2]: name
-    for name, projects in ALIASES.items()
-    if not name.startswith("moe_")
-    for spelling in projects.get("axlearn", ())
-    if "." in spelling
-}
 
 
 def spellings(name: str) -> tuple[str, ...]:
     """Returns all spellings of a name of the vocabulary, its own first; of any other name that name alone."""
     aliases = (alias for project in ALIASES.get(name, {}).values() for alias in project)
     return tuple(dict.fromkeys((name, *aliases)))
-
-
-_CANONICAL = {spelling: name for name in VOCABULARY for spelling in spellings(name)}
-
-
-def canonical_name(name: str) -> str | None:
-    """Returns the vocabulary's name for a checkpoint name in any project's spelling, or None when it has none.
-
-    AXLearn's are recognized for classes of your own too: ``MyAttention.q_proj`` is ``query_proj``.
-    """
-    found = _CANONICAL.get(name)
-    if found is None and "." in name:
-        found = _AXLEARN_SUFFIXES.get(name.rpartition(".")[2])
-    return found

@@ -41,7 +41,7 @@ def adapted(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         @functools.wraps(fun)
         def pure(*xs: Any, **ks: Any) -> Any:
             inner = nnx.from_tree((xs, ks), ctxtag=_TAG, is_inner=True)
-            with marks.given(jax.tree.leaves(inner, is_leaf=_is_node)):
+            with marks.given(tuple(jax.tree.leaves(inner, is_leaf=_is_node))):
                 out = fun(*inner[0], **inner[1])
             return nnx.to_tree((nnx.extract.clear_non_graph_nodes(inner), out), ctxtag=_TAG)
 

@@ -14,6 +14,7 @@ from remat_kit._errors import RematError, RematWarning, near_matches
 from remat_kit._globs import matches
 from remat_kit._policy import Policy
 from remat_kit._policy import policy as as_policy
+from remat_kit._units import printable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +35,7 @@ class Wanted:
         """Reads a policy; None means ``"full"``, as in `jax.checkpoint`."""
         if spec is None:
             return cls(Policy())
-        policy = as_policy(spec)
-        if any(rule.selector.path for rule in policy.rules):
-            raise RematError(
-                f"policy {str(policy)[:200]!r} selects by module path, which a decorated function cannot know: it sees "
-                "only itself. Use rk.apply(loss, policy), which sees the whole program."
-            )
-        return cls(policy, strict=isinstance(spec, (str, Policy)))
+        return cls(as_policy(spec), strict=isinstance(spec, (str, Policy)))
 
 
 # The overrides in force, the innermost first. JAX's caches look at it.
@@ -83,7 +78,7 @@ def override(policies: Mapping[str, Any]) -> Iterator[None]:
             known = sorted(_marked)
             warnings.warn(
                 f"override: no marked block matched {glob!r}. Marked blocks so far: "
-                f"{', '.join(known) or 'none'}.{near_matches(glob, known)}",
+                f"{printable(', '.join(known)) or 'none'}.{near_matches(glob, known)}",
                 RematWarning,
                 stacklevel=3,
             )

@@ -356,11 +356,6 @@ def preset_table() -> list[tuple[str, str, str]]:
     return [(name, preset.doc, short_text(preset)) for name, preset in _registry.items()]
 
 
-def preset_aliases(name: str) -> tuple[str, ...]:
-    """Returns the other names under which a preset is found, such as JAX's and Praxis's."""
-    return tuple(alias for alias, target in _aliases.items() if target == name)
-
-
 def unmatched_names(policy: Policy, present: Iterable[str]) -> tuple[str, ...]:
     """Returns the names and globs in a policy that no checkpoint name of a program matches.
 

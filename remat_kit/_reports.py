@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from remat_kit import _adapters, _notes
-from remat_kit._apply import Policies, Rules, rewritten
+from remat_kit._apply import Policies
 from remat_kit._errors import RematError
+from remat_kit._loss import Loss, read
 from remat_kit._naming import is_reserved
 from remat_kit._trace import blocks, default, jaxprs, program, tracing
 from remat_kit._trace import residuals as reading
@@ -63,29 +62,28 @@ def residuals(
         an unknown policy, block or name.
     """
     with _adapters.adapted(fun, args, kwargs) as call:
-        return _report(call, policy, argnums, has_aux, len(args))
+        return report(read(call, policy, argnums, has_aux))
 
 
-def _report(call: _adapters.Call, policy: Policies, argnums: int | Sequence[int], has_aux: bool, n: int) -> Residuals:
-    traced = tracing.trace(call.fun, call.args, call.kwargs)
-    differentiated = _differentiated(traced, argnums, n, call)
-    outputs = _outputs(traced, call, has_aux)
-    if policy is None:
-        jaxpr, removed, replaced, rules = traced.jaxpr, (), (), None
+def report(loss: Loss) -> Residuals:
+    """The residual report of a loss that was read.
+
+    Raises:
+      RematError: where reverse mode cannot differentiate the function.
+    """
+    call, traced, jaxpr, applied = loss.call, loss.traced, loss.jaxpr, loss.applied
+    if applied is None:
         chosen = default.default_blocks(traced, blocks.find(traced.jaxpr))
     else:
-        rules = Rules.of(policy)
-        jaxpr, applied = rewritten(traced, rules)
         chosen = [c for c, _ in applied.blocks]
-        removed, replaced = applied.removed, applied.replaced
     try:
-        lin = linearize(jaxpr, differentiated, outputs)
+        lin = linearize(jaxpr, list(loss.differentiated), list(loss.outputs))
     except (ValueError, TypeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0][:300]
         raise RematError(f"reverse mode cannot differentiate the function: {reason}") from error
 
     def block_of(chain: tuple[int, ...]) -> str:
-        return default.block_of(chosen, [lin.tagged.origins[t].eqn for t in chain]) if rules is None else ""
+        return default.block_of(chosen, [lin.tagged.origins[t].eqn for t in chain]) if loss.rules is None else ""
 
     local = _device_bytes(call)
     avals = [v.aval for v in jaxprs.opened(traced.jaxpr).invars]
@@ -97,75 +95,13 @@ def _report(call: _adapters.Call, policy: Policies, argnums: int | Sequence[int]
         hidden=is_reserved,
         block_of=block_of,
     )
+    removed, replaced = (applied.removed, applied.replaced) if applied is not None else ((), ())
     return Residuals(
         entries=tuple(f.entry for f in found),
-        policy="as written" if rules is None else str(rules),
+        policy=loss.policy,
         blocks=tuple(c.path for c in chosen),
-        notes=_notes.notes(found, lin, traced.jaxpr, rules, chosen, removed, replaced, sharded),
+        notes=_notes.notes(found, lin, traced.jaxpr, loss.rules, chosen, removed, replaced, sharded),
     )
-
-
-def _differentiated(traced: tracing.Traced, argnums: int | Sequence[int], n: int, call: _adapters.Call) -> list[bool]:
-    try:
-        numbers = tuple(map(operator.index, argnums if isinstance(argnums, Sequence) else (argnums,)))
-    except TypeError:
-        raise RematError(f"argnums is a position or several, as in jax.grad; got {argnums!r}.") from None
-    if not numbers or not all(-n <= i < n for i in numbers):
-        raise RematError(f"argnums={argnums!r} does not fit: the function was given {n} positional arguments.")
-    wanted = {i % n for i in numbers}
-    avals = [v.aval for v in jaxprs.opened(traced.jaxpr).invars]
-    out = []
-    trainable = call.trainable or (True,) * len(avals)
-    for aval, label, position, trains in zip(avals, traced.labels, traced.argnums, trainable, strict=True):
-        mine = position in wanted and trains
-        if mine and not jaxprs.is_inexact(aval):
-            raise RematError(
-                f"cannot differentiate with respect to {label} of type {aval.str_short()}: gradients need floating or "
-                "complex numbers. Choose other argnums, or pass such leaves in another argument."
-            )
-        out.append(mine)
-    if not any(out):
-        raise RematError(
-            f"nothing to differentiate: argument {', '.join(map(str, sorted(wanted)))} holds no arrays of numbers."
-        )
-    return out
-
-
-@dataclasses.dataclass(frozen=True)
-class _Output:
-    """Stands for one output of a program in the structure of its result."""
-
-    index: int
-    aval: Any
-
-
-def _outputs(traced: tracing.Traced, call: _adapters.Call, has_aux: bool) -> list[bool]:
-    """Which outputs of the program are the loss."""
-    avals = [v.aval for v in jaxprs.opened(traced.jaxpr).outvars]
-    loss = call.result(traced.outputs.merge(_Output(i, a) for i, a in enumerate(avals)))
-    if has_aux:
-        if not isinstance(loss, tuple) or len(loss) != 2:
-            found = loss.aval.str_short() if isinstance(loss, _Output) else type(loss).__name__
-            raise RematError(f"has_aux=True needs a function that returns (loss, aux); it returned {found}.")
-        loss = loss[0]
-    leaves = jax.tree.leaves(loss)
-    out = leaves[0] if len(leaves) == 1 and isinstance(leaves[0], _Output) else None
-    if out is None or out.aval.shape != ():
-        found = (
-            ", ".join(x.aval.str_short() if isinstance(x, _Output) else type(x).__name__ for x in leaves) or "nothing"
-        )
-        more = (
-            " It returned a pair: pass has_aux=True if the second is auxiliary."
-            if isinstance(loss, tuple) and len(loss) == 2
-            else ""
-        )
-        raise RematError(
-            f"the function must return one scalar, as jax.grad requires, but returned {found}.{more} "
-            "To look at a layer, sum its output: lambda *a: f(*a).sum()."
-        )
-    if not jaxprs.is_inexact(out.aval):
-        raise RematError(f"the function must return a floating or complex scalar, but returned {out.aval.str_short()}.")
-    return [i == out.index for i in range(len(avals))]
 
 
 def _device_bytes(call: _adapters.Call) -> dict[int, int]:

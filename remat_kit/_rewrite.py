@@ -227,21 +227,11 @@ _lock = threading.Lock()
 _MOST_FUNCTIONS = 512
 
 
-def block_function(
-    jaxpr: Any,
-    policy: Policy,
-    *,
-    prevent_cse: Any = True,
-    keep_regions: bool = False,
-    place: _naming.Place = _naming.TOP,
-) -> Flat:
-    """A flat function that runs a closed program as one rematerialized block under a policy.
-
-    Equal programs share one function object, so that JAX traces and differentiates identical layers once.
+def block_function(jaxpr: Any, policy: Policy, *, prevent_cse: Any = True, place: _naming.Place = _naming.TOP) -> Flat:
+    """A flat function that runs a closed program as one rematerialized block, in place of the regions inside it.
 
     Args:
       prevent_cse: as in `jax.checkpoint`.
-      keep_regions: whether `jax.checkpoint` regions inside the program stay; else the block replaces them.
       place: where the program stands, for rules on paths and sizes.
 
     Raises:
@@ -249,22 +239,36 @@ def block_function(
     """
     if not policy.remat:
         return lambda *args: evaluate_plain(jaxpr, args)
-    program = jaxpr if keep_regions else without_regions(jaxpr)
+    program = without_regions(jaxpr)
     _limits.check(policy, program)
     check_effects(program)
+    return region_function(program, policy, prevent_cse=prevent_cse, place=place)
+
+
+def region_function(
+    jaxpr: Any, policy: Policy, *, prevent_cse: Any, place: _naming.Place = _naming.TOP, plain: bool = False
+) -> Flat:
+    """A flat function that runs a closed program in one `jax.checkpoint` region under a policy.
+
+    Equal programs share one function object, so that JAX traces and differentiates identical layers once.
+
+    Args:
+      prevent_cse, place: as in `block_function`.
+      plain: whether the marks in the program go, once rules on paths are asked.
+    """
     native = policy.as_jax()
-    fun = _shared(program, None if native is not None else policy, place)
+    fun = _shared(jaxpr, None if native is not None else policy, place, plain)
     saver = native if native is not None else _naming.names_policy(policy)
     wrapped = jax.checkpoint(fun, policy=saver, prevent_cse=prevent_cse)
     return lambda *args: list(wrapped(*args))
 
 
-def _shared(jaxpr: Any, policy: Policy | None, place: _naming.Place) -> Flat:
-    fun = _function(jaxpr, policy, place)
+def _shared(jaxpr: Any, policy: Policy | None, place: _naming.Place, plain: bool) -> Flat:
+    fun = _function(jaxpr, policy, place, plain)
     kept: dict[int, Any] = {}
     matters = policy is not None and any(asks_place(r.selector) for r in policy.rules)
     fingerprint = survey.fingerprint(jaxpr, kept, marks.unnumbered)
-    key = (fingerprint, policy, place if matters else None, jaxprs.cache_key())
+    key = (fingerprint, policy, place if matters else None, plain, jaxprs.cache_key())
     if any(hasattr(x, "shape") for x in kept.values()):  # arrays and tracers must not live as long as the cache
         return fun
     with _lock:
@@ -280,11 +284,14 @@ def asks_place(selector: Selector) -> bool:
     return bool(selector.path) or selector.larger_than is not None or selector.smaller_than is not None
 
 
-def _function(jaxpr: Any, policy: Policy | None, place: _naming.Place) -> Flat:
+def _function(jaxpr: Any, policy: Policy | None, place: _naming.Place, plain: bool) -> Flat:
     def block(*args: Any) -> list[Any]:
         return jaxprs.evaluate(jaxpr, *args) if policy is None else _naming.evaluate_named(jaxpr, policy, args, place)
 
-    return block
+    def unmarked(*args: Any) -> list[Any]:
+        return jaxprs.evaluate(survey.map_scopes(jaxprs.trace(block, _avals(jaxpr)), marks.plain), *args)
+
+    return unmarked if plain else block
 
 
 def evaluate_plain(jaxpr: Any, args: Sequence[Any]) -> list[Any]:

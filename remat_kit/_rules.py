@@ -68,7 +68,8 @@ class Selector:
     Attributes:
         name: globs on checkpoint names.
         op: globs on primitive names.
-        path: globs on module paths; ``*`` stops at ``/``, ``**`` does not.
+        path: globs on module paths; ``*`` stops at ``/``, ``**`` does not. Paths start at the program in `apply` and
+            `residuals`, at the decorated module or function in decorators and `override`.
         source: globs on the source file, matched with its whole path or its end after a ``/``.
         dtype: globs on dtype names.
         larger_than: bytes, strictly more than.

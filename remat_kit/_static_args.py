@@ -15,6 +15,22 @@ class ArgumentError(RematError, ValueError):
     """An argument, or the declaration of a static one, that cannot be used as asked."""
 
 
+def read_names(argument: str, given: Any) -> tuple[str, ...]:
+    """One name or several as a tuple; raises an ArgumentError for anything else."""
+    names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(n, str) for n in names):
+        raise ArgumentError(f"{argument}= takes a name or several (strings), got {given!r}.")
+    return names
+
+
+def read_positions(argument: str, given: Any) -> tuple[int, ...]:
+    """One position or several as a tuple; raises an ArgumentError for anything else."""
+    numbers = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(type(i) is int for i in numbers):
+        raise ArgumentError(f"{argument}= takes a position or several (whole numbers), got {given!r}.")
+    return numbers
+
+
 @dataclasses.dataclass(frozen=True)
 class StaticArguments:
     """Which arguments of a function are static. A parameter that has both a position and a name is in both.
@@ -34,24 +50,15 @@ class StaticArguments:
         """Reads `static_argnums` and `static_argnames` against the signature of `fun`.
 
         Raises:
-          ArgumentError: for a name that the function does not take.
-          TypeError: for positions or names of the wrong type, as in JAX.
+          ArgumentError: for a name that the function does not take, and for positions or names of the wrong type.
         """
-        if type(argnums) is int:
-            argnums = (argnums,)
-        if not isinstance(argnums, (tuple, list)) or not all(type(i) is int for i in argnums):
-            raise TypeError(
-                f"the `static_argnums` argument to remat must be an int or a sequence of ints, but got {argnums!r}"
-            )
-        names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
-        if not all(isinstance(n, str) for n in names):
-            raise TypeError(f"the `static_argnames` argument to remat must be a str or strs, but got {argnames!r}")
+        argnums, names = read_positions("static_argnums", argnums), read_names("static_argnames", argnames)
         if not argnums and not names:
             return cls()
         try:
             parameters = list(inspect.signature(fun).parameters.values())
         except (TypeError, ValueError):
-            return cls(tuple(argnums), frozenset(names))
+            return cls(argnums, frozenset(names))
         keyword = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             for n in names:
@@ -62,7 +69,7 @@ class StaticArguments:
                     )
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         if not any(p.kind is p.VAR_POSITIONAL for p in parameters):  # else negative ones depend on the call
-            argnums = [i + len(positional) if -len(positional) <= i < 0 else i for i in argnums]
+            argnums = tuple(i + len(positional) if -len(positional) <= i < 0 else i for i in argnums)
         from_names = [i for i, p in enumerate(positional) if p.name in names and p.kind is not p.POSITIONAL_ONLY]
         from_nums = {
             positional[i].name

@@ -13,13 +13,13 @@ from typing import Any
 import jax
 
 from remat_kit import _adapters, _limits
-from remat_kit._errors import RematError, RematWarning
+from remat_kit._errors import OptionError, RematError, RematWarning
 from remat_kit._matching import check_names, warn_unmatched
 from remat_kit._naming import TOP
 from remat_kit._override import Wanted, in_force
 from remat_kit._policy import Policy
 from remat_kit._policy_jax import from_jax
-from remat_kit._rewrite import block_function, check_effects
+from remat_kit._rewrite import check_effects, region_function
 from remat_kit._static_args import StaticArguments, name_of
 from remat_kit._trace import jaxprs, marks
 from remat_kit._trace.inputs import holds_tracer, is_dynamic, reusable, seal, statics, unseal
@@ -73,8 +73,7 @@ def remat(
         if policy is not None:
             raise RematError(f"two policies were given: {given!r} and policy={policy!r}. Give one of them.")
         given, policy = None, given
-    if block is not None and not (isinstance(block, str) and block):
-        raise RematError(f"block= names the block for reports and override; got {block!r}.")
+    check_options(prevent_cse, block, by_argument=True)
     wanted = Wanted.of(policy)
 
     def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,6 +84,20 @@ def remat(
 
 
 checkpoint = remat
+
+
+def check_options(prevent_cse: Any, block: Any, *, by_argument: bool = False) -> None:
+    """Refuses a `prevent_cse` or a `block` of the wrong type.
+
+    Args:
+      by_argument: whether `prevent_cse` may be a tree prefix of the arguments, with a bool for each.
+    """
+    flags = jax.tree.leaves(prevent_cse) if by_argument and isinstance(prevent_cse, (tuple, list)) else [prevent_cse]
+    if prevent_cse is not None and not all(isinstance(flag, bool) for flag in flags):
+        several = ", or a tuple of bools with one for each argument" if by_argument else ""
+        raise OptionError(f"prevent_cse= is True, False or None (by context){several}; got {prevent_cse!r}.")
+    if block is not None and not (isinstance(block, str) and block):
+        raise OptionError(f"block= names the block for reports and override; got {block!r}.")
 
 
 def _check_function(fun: Any) -> None:
@@ -146,7 +159,10 @@ def _run(fun: Any, wanted: Wanted, flags: Any, asked_flags: Any, args: Any, kwar
     native = policy.as_jax()
     region = _Region.of(fun) if reusable((args, kwargs)) else _Region(fun)
     checkpointed = jax.checkpoint(region, policy=native, prevent_cse=flags)
-    jaxpr, out = jax.make_jaxpr(checkpointed, return_shape=True)(*args, **kwargs)
+    # Only a reading leaves the marks of module calls, which paths are made of.
+    by_path = any(rule.selector.path for rule in policy.rules)
+    with marks.read() if by_path else contextlib.nullcontext(), _adapters.state_errors(name_of(fun)):
+        jaxpr, out = jax.make_jaxpr(checkpointed, return_shape=True)(*args, **kwargs)
     (eqn,) = jaxprs.opened(jaxpr).eqns
     traced = jaxprs.remat_region(eqn)
     assert traced is not None
@@ -158,13 +174,16 @@ def _run(fun: Any, wanted: Wanted, flags: Any, asked_flags: Any, args: Any, kwar
         if wanted.strict:
             raise
         warnings.warn(f"{error} As in JAX, it has no effect.", RematWarning, stacklevel=3)
-    leaves = jax.tree.leaves((args, kwargs))
+    operands = [*jaxprs.constants(jaxpr), *jax.tree.leaves((args, kwargs))]
     if native is None:
         warn_unmatched([(policy, traced.jaxpr, TOP)])
-        block = block_function(traced.jaxpr, policy, prevent_cse=traced.prevent_cse, keep_regions=True)
-        results = block(*jaxprs.constants(jaxpr), *leaves)
+        plain = by_path and not marks.reading()
+        bound = region_function(traced.jaxpr, policy, prevent_cse=traced.prevent_cse, plain=plain)
     else:
-        results = jaxprs.evaluate(jaxpr, *leaves)
+        program = jaxprs.subprogram(jaxpr, [eqn], jaxprs.inputs(jaxpr), jaxprs.opened(jaxpr).outvars)
+        bound = jaxprs.as_function(program)
+    with _limits.effects_said():
+        results = bound(*operands)
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
 

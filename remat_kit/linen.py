@@ -20,6 +20,7 @@ from remat_kit._linen_lift import RematOptions, ScanOptions, lift_remat, lift_re
 from remat_kit._override import Wanted
 from remat_kit._policy import Policy
 from remat_kit._policy import policy as as_policy
+from remat_kit._wrap import check_options
 
 __all__ = ["remat", "remat_scan"]
 
@@ -73,6 +74,7 @@ def remat(
         RematError: at decoration for an unknown method, argument name, position or policy, or a target of another kind;
             at the call for an array in a static argument or a module in the return value.
     """
+    check_options(prevent_cse, block)
     if target_or_policy is None or _is_policy(target_or_policy):
         if target_or_policy is not None and policy is not None:
             raise RematError(f"two policies were given: {target_or_policy!r} and policy={policy!r}. Give one of them.")
@@ -174,6 +176,7 @@ def remat_scan(
         RematError: for lengths, policies or metadata that do not fit together, and when the layer does not return what
             the next one takes.
     """
+    check_options(prevent_cse, block)
     cls = _class_of(target)
     if cls is None:
         raise RematError(

@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from flax import errors, nnx
+from flax import nnx
 
 from remat_kit._errors import RematError, near_matches
 from remat_kit._flax_static import DeclaredStatic, resolve_static, seal, split_arrays, unseal
 from remat_kit._nnx_capture import captured_modules, is_stateful
 from remat_kit._override import Wanted
 from remat_kit._policy import Policy
+from remat_kit._static_args import read_names
+from remat_kit._trace import marks
+from remat_kit._wrap import check_options
 from remat_kit._wrap import remat as remat_function
 
 __all__ = ["remat"]
@@ -81,6 +84,7 @@ def remat(
             Variables that the function captures instead of taking them as arguments, for Variables with ``ref=True``,
             and for arrays in static arguments.
     """
+    check_options(prevent_cse, block)
     if target_or_policy is None or isinstance(target_or_policy, (str, Policy)):
         if target_or_policy is not None and policy is not None:
             raise RematError(f"two policies were given: {target_or_policy!r} and policy={policy!r}. Give one of them.")
@@ -111,7 +115,7 @@ def _cover_class(cls: type, options: _Options, argnums: Any, argnames: Any, meth
     if not issubclass(cls, nnx.Module):
         hint = " Use rk.linen.remat for Linen modules." if "linen" in str(cls.__mro__) else ""
         raise RematError(f"rk.nnx.remat takes an nnx.Module class or a function of modules; got {cls!r}.{hint}")
-    names = (methods,) if isinstance(methods, str) else tuple(methods)
+    names = read_names("methods", methods)
     if not names:
         raise RematError(f"methods is empty, so nothing of {cls.__name__} would be rematerialized.")
     originals = {name: _original_method(cls, name) for name in names}
@@ -125,7 +129,8 @@ def _cover_class(cls: type, options: _Options, argnums: Any, argnames: Any, meth
 
 def _original_method(cls: type, name: str) -> Callable:
     known = [n for n, _ in inspect.getmembers(cls, inspect.isfunction) if not hasattr(nnx.Module, n) or n == "__call__"]
-    method = inspect.getattr_static(cls, name, None)
+    # Not getattr_static, which finds the metaclass's own __call__.
+    method = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
     if not inspect.isfunction(method):
         raise RematError(
             f"methods has {name!r}, but {cls.__name__} has no such method"
@@ -192,19 +197,13 @@ def _run(fn: Callable, options: _Options, owner: str, args: tuple, kwargs: dict[
 
         def region(arrays):
             args, kwargs = nnx.from_tree(rebuild(arrays), ctxtag=_TAG, is_inner=True)
-            out = fn(*args, **kwargs)
+            with marks.given(tuple(jax.tree.leaves((args, kwargs), is_leaf=is_stateful))):
+                out = fn(*args, **kwargs)
             return seal(nnx.to_tree((_modules_only((args, kwargs)), out), ctxtag=_TAG))
 
+        region.__qualname__ = owner  # what messages call it
         wrapped = remat_function(region, policy=options.policy, prevent_cse=options.prevent_cse, block=options.block)
-        try:
-            result = unseal(wrapped(arrays))
-        except errors.TraceContextError as error:
-            reason = str(error).partition(" (http")[0]
-            raise RematError(
-                f"{owner} changes a module or Variable that it was not given as an argument ({reason}). Inside a"
-                f" rematerialized region only arguments can be updated: pass that module in."
-            ) from error
-        _, out = nnx.from_tree(result, ctxtag=_TAG, is_inner=False)
+        _, out = nnx.from_tree(unseal(wrapped(arrays)), ctxtag=_TAG, is_inner=False)
     return out
 
 

@@ -16,6 +16,7 @@ TRANSFORMER = {"layers": 2, "batch": 2, "width": 16, "heads": 2, "mlp_ratio": 2}
 TINY = {
     "gpt": {**TRANSFORMER, "length": 6, "vocab": 50},
     "gpt_nnx": {**TRANSFORMER, "length": 6, "vocab": 50},
+    "llama": {"layers": 2, "batch": 2, "length": 6, "width": 16, "heads": 2, "kv_heads": 1, "hidden": 24, "vocab": 50},
     "vit": {**TRANSFORMER, "image": 8, "patch": 4, "classes": 10},
     "resnet": {"stages": (1, 1), "batch": 2, "image": 8, "width": 4, "classes": 10},
     "moe": {**TRANSFORMER, "length": 6, "vocab": 50, "experts": 4},
@@ -24,6 +25,7 @@ TINY = {
 VARIANTS = {  # settings that change what is kept: masks and keys, auxiliary outputs, other dtypes
     "gpt": {"dropout": 0.1, "dtype": "bfloat16"},
     "gpt_nnx": {"tied": False, "dtype": "bfloat16"},
+    "llama": {"dtype": "float32", "param_dtype": "bfloat16", "mesh": jax.sharding.AbstractMesh((2,), ("fsdp",))},
     "vit": {"dropout": 0.1, "dtype": "float32"},
     "resnet": {"stats": True, "dtype": "float32"},
     "moe": {"top_k": 1, "dtype": "float32"},
@@ -36,6 +38,7 @@ OFFLOADING = tuple(name for name, p in rk.presets.items() if rk.Action.OFFLOAD i
 QUICK = {
     "gpt": ("none", "full", "dots_no_batch", "minimal_with_context", "minimal_offloaded"),
     "gpt_nnx": ("matmuls",),
+    "llama": ("save_qkv_proj",),
     "vit": ("save_mlp",),
     "resnet": ("offload_matmuls",),
     "moe": ("minimal_with_experts",),
@@ -45,8 +48,8 @@ QUICK = {
 
 @functools.cache
 def tiny(model, variant=False):
-    settings = VARIANTS[model] if variant else {}
-    return rk.zoo.build(model, **TINY[model], **settings, abstract=True)
+    settings = {**TINY[model], **(VARIANTS[model] if variant else {})}
+    return rk.zoo.build(model, **settings, abstract=True)
 
 
 def has_aux(model, variant):

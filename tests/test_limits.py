@@ -1,5 +1,6 @@
 """What `rk.remat` refuses or warns of instead of passing it over: names, mutable references, modules, jax_remat3."""
 
+import functools
 import warnings
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name as name
+from jax.experimental import io_callback
 
 import remat_kit as rk
 
@@ -115,6 +117,71 @@ def test_backward_rules_may_write():
     assert np.isclose(ref[...], jnp.cos(jnp.sin(1.0))) and np.isclose(grad, ref[...] * jnp.cos(1.0))
 
 
+# Callbacks -------------------------------------------------------------------------------------------
+
+seen = []
+
+
+def logs(x, ordered=False):
+    io_callback(seen.append, None, jax.lax.stop_gradient(x), ordered=ordered)
+    return jnp.sin(jnp.sin(x))
+
+
+def times_called(f):
+    seen.clear()
+    jax.block_until_ready(f(1.0))
+    jax.effects_barrier()
+    return len(seen)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("policy", ["full", "dots", "save op=sin larger_than=0"])
+def test_io_callback_is_refused_where_a_region_is_differentiated(policy, ordered):
+    fun = functools.partial(logs, ordered=ordered)
+    region = rk.remat(fun, policy=policy)
+
+    def layers(x):
+        return jax.lax.scan(lambda x, _: (region(x), None), x, length=2)[0]
+
+    def captures(x):
+        return rk.remat(lambda: fun(x), policy=policy)()
+
+    for f, times in ((region, 1), (jax.jit(region), 1), (rk.apply(fun, policy), 1), (captures, 1), (layers, 2)):
+        assert times_called(f) == times
+        for grad in (jax.grad(f), jax.jit(jax.grad(f))):
+            if EARLY:  # which allows it
+                assert times_called(grad) >= times
+                continue
+            with pytest.raises(NotImplementedError, match="Effects not supported") as error:
+                grad(1.0)
+            if f not in (layers,) and not hasattr(f, "lower"):  # JAX differentiates loops and jitted functions later
+                assert isinstance(error.value, rk.RematError) and "jax.debug.callback" in str(error.value)
+    assert times_called(jax.grad(rk.remat(fun, policy="none"))) == 1
+
+
+def test_forward_mode_of_a_region_with_io_callback():
+    values, expected = (jax.jvp(f(logs), (1.0,), (1.0,)) for f in (rk.remat, jax.checkpoint))
+    np.testing.assert_allclose(values, expected)
+    np.testing.assert_allclose(jax.jvp(rk.apply(logs, "full"), (1.0,), (1.0,)), expected)
+
+
+@pytest.mark.skipif(EARLY, reason="jax_remat3 of this JAX replays io_callback")
+def test_jax_still_refuses_io_callback():
+    with pytest.raises(NotImplementedError):
+        jax.grad(jax.checkpoint(logs))(1.0)
+
+
+@pytest.mark.parametrize("policy", ["full", "save op=sin larger_than=0"])
+def test_other_callbacks_may_be_replayed(policy):
+    def prints(x):
+        jax.debug.callback(seen.append, x)
+        y = jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), jnp.float32), jax.lax.stop_gradient(x))
+        return jnp.sin(jnp.sin(x)) + y
+
+    grad = jax.grad(rk.remat(prints, policy=policy))
+    assert times_called(grad) >= 1 and np.isclose(grad(1.0), jnp.cos(jnp.sin(1.0)) * jnp.cos(1.0))
+
+
 # Modules ---------------------------------------------------------------------------------------------
 
 
@@ -140,6 +207,21 @@ def test_nnx_modules_belong_to_rk_nnx():
     graph, state = nnx.split(module)  # pure data: fine
     grad = jax.grad(rk.remat(lambda s, x: jnp.sum(nnx.merge(graph, s)(x))))(state, jnp.ones(2))
     assert jax.tree.structure(grad) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("policy", ["full", "dots", "save op=mul"])
+def test_captured_nnx_modules_may_be_read_but_not_changed(policy):
+    layer, norm = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    x = jnp.ones((3, 2))
+    np.testing.assert_allclose(rk.remat(lambda x: layer(x) * 1, policy=policy)(x), layer(x))
+    before = norm.mean[...]
+    for call in (
+        rk.remat(lambda x: norm(x) * 1, policy=policy),
+        jax.jit(rk.remat(lambda x: norm(x) * 1, policy=policy)),
+    ):
+        with pytest.raises(rk.RematError, match="lambda.* changes a module or Variable .*rk.nnx.remat"):
+            call(x)
+    np.testing.assert_array_equal(norm.mean[...], before)
 
 
 def test_bound_linen_modules_belong_to_rk_linen():
@@ -223,5 +305,6 @@ def test_regions_with_a_flag_for_each_argument_can_be_rewritten():
 @pytest.mark.parametrize("policy", ["dots", "save name=inne*"])
 def test_a_policy_that_does_not_reach_into_a_region_is_said(policy):
     inner = jax.checkpoint(lambda x: jnp.sin(name(x @ x, "inner")))
-    with pytest.warns(rk.RematWarning, match="inside a jax.checkpoint region"):
+    with pytest.warns(rk.RematWarning, match="inside a jax.checkpoint region") as said:
         rk.remat(lambda x: jnp.sum(inner(jnp.sin(x))), policy=policy)(jnp.ones((2, 2)))
+    assert len(said) == 1 and said[0].filename == __file__

@@ -616,3 +616,19 @@ def test_remat_scan_of_a_partial_and_of_a_decorated_class():
 def test_wrong_stacks_are_refused(make, message):
     with pytest.raises(rk.RematError, match=message):
         make()
+
+
+@pytest.mark.parametrize("decorate", [rk.linen.remat, lambda cls, **options: rk.linen.remat_scan(cls, 2, **options)])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"static_argnames": 3}, "static_argnames= takes .*got 3"),
+        ({"static_argnums": "x"}, "static_argnums= takes .*got 'x'"),
+        ({"prevent_cse": "yes"}, "prevent_cse= is True, False or None.*got 'yes'"),
+        ({"block": 3}, "block= names the block.*got 3"),
+        ({"methods": 3}, "methods= takes .*got 3"),
+    ],
+)
+def test_options_of_the_wrong_type_are_refused(decorate, options, message):
+    with pytest.raises(rk.RematError, match=message):
+        decorate(Layer, **options)

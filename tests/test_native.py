@@ -1,5 +1,6 @@
 """Policies that JAX has: `rk.remat` compiles to exactly what `jax.checkpoint` does, and traces no more often."""
 
+import contextlib
 import re
 
 import jax
@@ -115,7 +116,11 @@ def test_stablehlo_is_that_of_jax_checkpoint(policy, program):
     cse = program is not scanned  # where rk chooses, it is off in the body of a scan
     fun, args = program(lambda f: rk.remat(f, policy=ours))
     expected, _ = program(lambda f: jax.checkpoint(f, policy=theirs, prevent_cse=cse or EARLY_REMAT3))
-    assert stablehlo(fun, args) == stablehlo(expected, args)
+    says_so = (
+        EARLY_REMAT3 and program is nested and policy not in ("default", "full")
+    )  # what the region inside loses there
+    with pytest.warns(rk.RematWarning, match="does not reach") if says_so else contextlib.nullcontext():
+        assert stablehlo(fun, args) == stablehlo(expected, args)
 
 
 @pytest.mark.parametrize("policy", ["full", "save name=pre", "save op=tanh"])

@@ -339,11 +339,22 @@ def test_mutable_references_are_refused():
         rk.nnx.remat(lambda m, x: m(x))(model, X)
 
 
+class NoCall(nnx.Module):
+    def encode(self, x):
+        return x
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: rk.nnx.remat(Block, methods="twise"), "Did you mean 'twice'"),
         (lambda: rk.nnx.remat(Block, methods=()), "empty"),
+        (lambda: rk.nnx.remat(NoCall), r"NoCall has no such method \(methods: encode\)"),
+        (lambda: rk.nnx.remat(Block, static_argnames=3), "static_argnames= takes .*got 3"),
+        (lambda: rk.nnx.remat(Block, static_argnums="x"), "static_argnums= takes .*got 'x'"),
+        (lambda: rk.nnx.remat(prevent_cse="yes"), "prevent_cse= is True, False or None.*got 'yes'"),
+        (lambda: rk.nnx.remat(Block, block=3), "block= names the block.*got 3"),
+        (lambda: rk.nnx.remat(Block, methods=3), "methods= takes .*got 3"),
         (lambda: rk.nnx.remat(Block, static_argnames="trian"), "Did you mean 'train'"),
         (lambda: rk.nnx.remat(lambda m, x: m(x), static_argnums=2), "2, which is no position"),
         (lambda: rk.nnx.remat(Block, policy="dotz"), "dotz.*dots"),

@@ -77,6 +77,16 @@ def test_a_glob_that_matches_nothing_warns():
             attention(1.0)
 
 
+def test_control_characters_in_names_are_escaped():
+    rk.remat(jnp.sin, block="a\x1b[31mb")(1.0)
+    with pytest.warns(rk.RematWarning) as said, rk.override({"nobody": "none"}):
+        pass
+    assert "\x1b" not in str(said[0].message) and r"a\x1b[31mb" in str(said[0].message)
+    with pytest.raises(rk.RematError) as error:
+        rk.apply(rk.remat(jnp.sin, block="a\x1b[31mb"), {"nobody": "full"})(1.0)
+    assert "\x1b" not in str(error.value) and r"a\x1b[31mb" in str(error.value)
+
+
 def test_an_error_inside_is_the_one_that_is_seen():
     with pytest.raises(ZeroDivisionError):
         with rk.override({"unknown": "none"}):

@@ -9,7 +9,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from remat_kit._show import layout, rows, text, units
+from remat_kit import _units as units
+from remat_kit._errors import RematError
+from remat_kit._show import layout, rows, text
 from remat_kit._show.html import residuals_to_html
 from remat_kit._trace.report import Kind, Residual, Residuals
 
@@ -255,3 +257,9 @@ def test_docstring_examples(module):
 
     failed, tried = doctest.testmod(module)
     assert tried and not failed
+
+
+@pytest.mark.parametrize("top", ["x", 1.5, True])
+def test_a_number_of_rows_that_is_none_is_refused(top):
+    with pytest.raises(RematError, match=f"top= is how many rows.*got {top!r}"):
+        FULL.print(top=top)

@@ -19,6 +19,7 @@ TRANSFORMER = {"layers": 2, "batch": 2, "width": 16, "heads": 2, "mlp_ratio": 2}
 TINY = {
     "gpt": {**TRANSFORMER, "length": 6, "vocab": 50},
     "gpt_nnx": {**TRANSFORMER, "length": 6, "vocab": 50},
+    "llama": {"layers": 2, "batch": 2, "length": 6, "width": 16, "heads": 2, "kv_heads": 1, "hidden": 24, "vocab": 50},
     "vit": {**TRANSFORMER, "layers": 1, "image": 8, "patch": 4, "classes": 10},
     "resnet": {"stages": (1, 1), "batch": 4, "image": 16, "width": 4, "classes": 10},
     "moe": {**TRANSFORMER, "layers": 1, "length": 6, "vocab": 50, "experts": 4, "balance_weight": 0.0},
@@ -34,6 +35,7 @@ EXPERTS = {f"{prefix}{name}" for prefix in ("", "moe_") for name in ("mlpwi_0", 
 NAMES = {
     "gpt": DENSE,
     "gpt_nnx": DENSE,
+    "llama": {*PROJECTIONS, "decoder_layer_input", "mlpwi_0", "mlpwi_1", "mlpwo"},
     "vit": DENSE,
     "resnet": set[str](),
     "moe": {*PROJECTIONS, "decoder_layer_input", *EXPERTS},
@@ -190,7 +192,7 @@ def test_nnx_model_is_the_linen_model():
     np.testing.assert_allclose(with_nnx, with_linen, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt_nnx", "moe", "rnn"])
+@pytest.mark.parametrize("name", ["gpt", "gpt_nnx", "llama", "moe", "rnn"])
 def test_logits_do_not_see_later_tokens(name):
     _, (params, tokens) = tiny(name)
     later = tokens.at[:, 4].set((tokens[:, 4] + 1) % 50)
@@ -202,6 +204,7 @@ def test_logits_do_not_see_later_tokens(name):
 
 def logits_of(name, params, tokens):
     from remat_kit.zoo._gpt import GPT
+    from remat_kit.zoo._llama import Config, Llama
     from remat_kit.zoo._moe import MoETransformer
     from remat_kit.zoo._rnn import logits_of
 
@@ -210,6 +213,9 @@ def logits_of(name, params, tokens):
         return logits_of(params, tokens, jnp.float32)
     if name == "gpt_nnx":
         return params(tokens)
+    if name == "llama":
+        del sizes["length"]
+        return Llama(Config(**sizes)).apply({"params": params}, tokens)
     if name == "gpt":
         return GPT(**sizes).apply({"params": params}, tokens)
     return MoETransformer(**sizes, top_k=2, capacity=6).apply({"params": params}, tokens)[0]

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from remat_kit._show.layout import shorten
-from remat_kit._show.units import printable
+from remat_kit._units import printable
 
 
 def print_presets(presets: Sequence[Mapping[str, str]], console: Console, *, whole: bool = False) -> None:

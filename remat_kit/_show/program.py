@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from remat_kit._show.units import format_bytes, format_flops, printable
 from remat_kit._trace.program import Program
+from remat_kit._units import format_bytes, format_flops, printable
 
 _WIDTH = 100
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from remat_kit._show.units import (
+from remat_kit._trace.report import Group, Kind, Residual, Residuals
+from remat_kit._units import (
     format_bytes,
     format_flops,
     format_ratio,
@@ -16,7 +17,6 @@ from remat_kit._show.units import (
     format_share,
     printable,
 )
-from remat_kit._trace.report import Group, Kind, Residual, Residuals
 
 _LONGEST_POLICY = 200
 

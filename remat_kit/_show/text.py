@@ -5,20 +5,18 @@ Names come from programs of strangers: every cell is a `rich.text.Text`, so that
 
 from __future__ import annotations
 
-import io
-import shutil
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from remat_kit._errors import RematError
 from remat_kit._show import rows as _rows
 from remat_kit._show.layout import GAP, Column, bar, fit, shorten
-from remat_kit._show.units import format_bytes, format_flops, format_share, printable
+from remat_kit._show.tables import captured, figure_table, frame, line, pairs
 from remat_kit._trace.report import Kind, Residuals, ResidualsDiff
+from remat_kit._units import format_bytes, format_flops, format_share, printable
 
 __all__ = [
     "diff_to_str",
@@ -31,8 +29,6 @@ __all__ = [
     "residuals_to_str",
 ]
 
-_PLAIN_WIDTH = 100
-
 
 def print_residuals(report: Residuals, console: Console | None = None, *, top: int | None = None) -> None:
     """Prints a report: what is kept (largest first), totals, notes.
@@ -41,26 +37,31 @@ def print_residuals(report: Residuals, console: Console | None = None, *, top: i
       report: the report.
       console: where to print; standard output by default.
       top: how many rows of the table to show; None shows all.
+
+    Raises:
+      RematError: for a `top` that is no number of rows.
     """
+    if top is not None and type(top) is not int:
+        raise RematError(f"top= is how many rows to show, a whole number or None for all; got {top!r}.")
     console = console or Console()
-    _print_pairs(console, "Residuals", _rows.head(report))
+    pairs(console, "Residuals", _rows.head(report))
     kept = _rows.kept(report)
     if kept:
         _print_rows(console, kept, top)
     else:
-        _line(console, "No intermediate value is kept: the backward pass reads its inputs only.")
+        line(console, "No intermediate value is kept: the backward pass reads its inputs only.")
     for title, rows in (
         ("Aliases: views of values that are kept as well", _rows.aliases(report)),
         ("Constants that the function closes over", _rows.constants(report)),
     ):
         if rows:
-            _line(console)
-            _line(console, title, style="bold")
+            line(console)
+            line(console, title, style="bold")
             _print_rows(console, rows, top)
-    _line(console)
-    _print_totals(console, report)
+    line(console)
+    figure_table(console, _rows.totals(report))
     for note in report.notes:
-        _line(console, f"note: {printable(note)}", style="yellow")
+        line(console, f"note: {printable(note)}", style="yellow")
 
 
 def residuals_to_str(report: Residuals) -> str:
@@ -68,19 +69,19 @@ def residuals_to_str(report: Residuals) -> str:
 
     As wide as the terminal where standard output is one, else 100 columns.
     """
-    return _captured(lambda console: print_residuals(report, console))
+    return captured(lambda console: print_residuals(report, console))
 
 
 def print_diff(diff: ResidualsDiff, console: Console | None = None, *, top: int | None = None) -> None:
     """Prints what one policy keeps and the other does not."""
     console = console or Console()
     change = f"{'-' if diff.bytes < 0 else '+'}{format_bytes(abs(diff.bytes))}" if diff.bytes else "no change"
-    pairs = [
+    labelled = [
         ("before", printable(diff.before)),
         ("after", printable(diff.after)),
         ("kept on device", f"{change} (predicted from the jaxpr)"),
     ]
-    _print_pairs(console, "Residuals compared", pairs)
+    pairs(console, "Residuals compared", labelled)
     for title, entries, style in (
         ("No longer kept", diff.gone, "green"),
         ("Kept in addition", diff.new, "red"),
@@ -88,20 +89,20 @@ def print_diff(diff: ResidualsDiff, console: Console | None = None, *, top: int 
         report = Residuals(entries)
         kept = _rows.kept(report)
         if kept:
-            _line(console, title, style=f"bold {style}")
+            line(console, title, style=f"bold {style}")
             _print_rows(console, kept, top)
         inputs = len(entries) - sum(e.action in (Kind.SAVED, Kind.OFFLOADED) for e in entries)
         if inputs:
-            _line(console, f"{title}: {inputs} of the function's arguments or constants", style="dim")
+            line(console, f"{title}: {inputs} of the function's arguments or constants", style="dim")
         if entries:
-            _line(console)
+            line(console)
     if not (diff.gone or diff.new):
-        _line(console, "Both keep the same values.")
+        line(console, "Both keep the same values.")
 
 
 def diff_to_str(diff: ResidualsDiff) -> str:
     """Returns what `print_diff` prints, without colours."""
-    return _captured(lambda console: print_diff(diff, console))
+    return captured(lambda console: print_diff(diff, console))
 
 
 def print_sums(title: str, sums: Mapping[str, int], console: Console | None = None, *, top: int | None = None) -> None:
@@ -119,14 +120,14 @@ def print_sums(title: str, sums: Mapping[str, int], console: Console | None = No
     if made:
         _print_rows(console, made, top, titles={"what": title})
     else:
-        _line(console, "No intermediate value is kept.")
+        line(console, "No intermediate value is kept.")
 
 
 def print_comparison(reports: Mapping[str, Residuals], console: Console | None = None) -> None:
     """Prints one line for each policy: what it keeps, beside the one that keeps most."""
     console = console or Console()
     most = max((r.total_bytes + r.host_bytes for r in reports.values()), default=0)
-    table = Table(box=_box(console), show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=frame(console), show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     ascii_only = console.options.ascii_only
     hosts = any(r.host_bytes for r in reports.values())
     roomy = console.width >= 72
@@ -159,12 +160,12 @@ def _print_rows(
         console.print(_table(console, shown, titles or {}), no_wrap=True, overflow="crop", crop=True)
     rest = rows[len(shown) :]
     if rest:
-        _line(console, f"... and {len(rest)} more ({format_bytes(sum(r.bytes for r in rest))})", style="dim")
+        line(console, f"... and {len(rest)} more ({format_bytes(sum(r.bytes for r in rest))})", style="dim")
 
 
 def _table(console: Console, rows: Sequence[_rows.Row], titles: Mapping[str, str]) -> Table:
     columns = fit([r.cells for r in rows], console.width, titles)
-    table = Table(box=_box(console), show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
+    table = Table(box=frame(console), show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
     for column, width in columns:
         justify = "right" if column.right else "left"
         title = Text(shorten(column.title, width))
@@ -181,47 +182,3 @@ def _cell(console: Console, row: _rows.Row, column: Column, width: int) -> Text:
     text = row.cells.get(column.key, "")
     style = "bold" if column.key == "bytes" else "yellow" if column.key == "action" and text == "host" else ""
     return Text(shorten(text, width, column.keep, "..." if ascii_only else "…"), style=style)
-
-
-def _box(console: Console) -> box.Box:
-    return box.ASCII2 if console.options.ascii_only else box.SIMPLE_HEAD
-
-
-def _print_pairs(console: Console, title: str, pairs: Iterable[tuple[str, str]]) -> None:
-    _line(console, title, style="bold")
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(overflow="fold")
-    for label, text in pairs:
-        grid.add_row(Text(label), Text(text))
-    console.print(grid)
-    _line(console)
-
-
-def _print_totals(console: Console, report: Residuals) -> None:
-    roomy = console.width >= 56  # else the remarks would be columns of single words
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(no_wrap=True, justify="right", style="bold")
-    grid.add_column(overflow="fold", style="dim")
-    for label, figure, remark in _rows.totals(report):
-        grid.add_row(Text(label), Text(figure), Text(remark if roomy else ""))
-    console.print(grid)
-
-
-def _line(console: Console, text: str = "", style: str = "") -> None:
-    console.print(Text(text, style=style))
-
-
-def _captured(show: Callable[[Console], None]) -> str:
-    width = shutil.get_terminal_size((_PLAIN_WIDTH, 24)).columns if _is_terminal() else _PLAIN_WIDTH
-    out = io.StringIO()
-    show(Console(file=out, width=max(width, 40), color_system=None, force_terminal=False))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
-def _is_terminal() -> bool:
-    try:
-        return sys.stdout.isatty()
-    except (AttributeError, ValueError):  # replaced or closed
-        return False

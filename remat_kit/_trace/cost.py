@@ -89,6 +89,26 @@ def is_matmul(eqn: JaxprEqn) -> bool:
     return op_of(eqn) in MATMULS
 
 
+def matmul_flops(jaxpr: Any) -> int:
+    """The FLOPs of a program's matrix products alone, trip counts included."""
+    program = opened(jaxpr)
+    total = _products.get(program)
+    if total is None:
+        total = _products[program] = sum(map(_product_flops, program.eqns))
+    return total
+
+
+_products: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _product_flops(eqn: JaxprEqn) -> int:
+    if is_matmul(eqn):
+        return eqn_cost(eqn).flops
+    nested = _running(op_of(eqn), calls(eqn))
+    found = [matmul_flops(c.jaxpr) * c.trips for c in nested]
+    return max(found, default=0) if nested and nested[0].kind is CallKind.COND else sum(found)
+
+
 # Nested programs ----------------------------------------------------------------------------------
 
 # Programs that stand beside the one that runs (transposes, rules): which one runs.
@@ -113,8 +133,13 @@ def _nested(op: str, nested: Sequence[Call]) -> Cost:
         return _total(costs) + Cost(exact=False)
     if nested[0].kind is not CallKind.OPAQUE:
         return _total(costs)
-    running = [cost for c, cost in zip(nested, costs, strict=True) if c.key == _RUNS.get(op)]
-    return running[0] if running else _total(costs) + Cost(exact=False)
+    total = _total(program_cost(c.jaxpr) * c.trips for c in _running(op, nested))
+    return total if any(c.key == _RUNS.get(op) for c in nested) else total + Cost(exact=False)
+
+
+def _running(op: str, nested: Sequence[Call]) -> Sequence[Call]:
+    """Those of an equation's programs that run, as far as is known: others are its transposes and rules."""
+    return [c for c in nested if c.key == _RUNS.get(op)] or nested
 
 
 def _pallas(eqn: JaxprEqn) -> Cost:

@@ -19,12 +19,13 @@ import jax.extend as jex
 import jax.numpy as jnp
 
 # `jax.extend` (0.10.2 to 0.12.0.1) has no equivalent of these:
-#   core.eval_jaxpr's equation context, effects' classes; linear_util's wrapped functions and their
-#   transformations (custom rules are held as such); partial_eval's tracing from exact avals (weak types and
-#   shardings included); source_info_util's frames; hijax's primitive (the names and regions of jax_remat3);
-#   config's user-visible state that jit's cache looks at.
+#   core.eval_jaxpr's equation context, effects' classes and which of them remat takes; linear_util's wrapped
+#   functions and their transformations (custom rules are held as such); partial_eval's tracing from exact avals
+#   (weak types and shardings included); source_info_util's frames; hijax's primitive (the names and regions of
+#   jax_remat3); config's user-visible state that jit's cache looks at.
 from jax._src import config as _config  # 0.10.2, 0.12.0.1
 from jax._src import core as _core  # 0.10.2, 0.12.0.1
+from jax._src import effects as _effects  # 0.10.2, 0.12.0.1
 from jax._src import linear_util as _lu  # 0.10.2, 0.12.0.1
 from jax._src import source_info_util as _source  # 0.10.2, 0.12.0.1
 from jax._src.ad_checkpoint import name_p, remat_p  # 0.10.2, 0.12.0.1
@@ -139,8 +140,8 @@ class Call:
         return self.kind not in (CallKind.CUSTOM, CallKind.OPAQUE)
 
 
-_CUSTOM = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
-_INLINE = {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "core_closed_call", "remat_call"}
+_CUSTOM = {"custom_jvp_call", "custom_vjp_call"}
+_INLINE = {"jit", "closed_call", "eval_jaxpr"}
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -437,6 +438,11 @@ def writes(jaxpr: Any) -> list[str]:
     """The mutable references that a program is given and writes to, as text; empty for a pure program."""
     written = _written(opened(jaxpr).effects)
     return [v.aval.str_short() for v in inputs(jaxpr) if v in written]
+
+
+def replays(program: Any) -> bool:
+    """Whether `jax.checkpoint` runs the effects of a program or an equation again in the backward pass, if any."""
+    return not _effects.remat_allowed_effects.filter_not_in(opened(program).effects)
 
 
 def _written(effects: Any) -> list[Var]:

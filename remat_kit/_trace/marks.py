@@ -50,24 +50,24 @@ def frames() -> tuple[Frame, ...]:
 def read(modules: Sequence[Any] = ()) -> Iterator[None]:
     """Marks module calls and marked functions in everything traced inside.
 
+    Paths start anew in a reading inside another one, so that a block sees the same paths in both.
+
     Args:
       modules: the NNX modules that the program is given, from which paths start.
     """
-    token = _frames.set((Frame(module=tuple(modules)),))
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_reading("read"))
-            if "flax.linen" in sys.modules:
-                from remat_kit import _linen_marks
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_reading("program" if modules else "block"))  # apart in JAX's caches
+        if "flax.linen" in sys.modules:
+            from remat_kit import _linen_marks
 
-                stack.enter_context(_linen_marks.marking())
-            if "flax.nnx" in sys.modules:
-                from remat_kit import _nnx_marks
+            stack.enter_context(_linen_marks.marking())
+        if "flax.nnx" in sys.modules:
+            from remat_kit import _nnx_marks
 
-                stack.enter_context(_nnx_marks.marking())
-            yield
-    finally:
-        _frames.reset(token)
+            stack.enter_context(_nnx_marks.marking())
+        token = _frames.set((Frame(module=tuple(modules)),))
+        stack.callback(_frames.reset, token)
+        yield
 
 
 @contextlib.contextmanager
@@ -95,13 +95,18 @@ def mark(name: str, module: Any = None, path: tuple[str, ...] | None = None) -> 
 
 
 @contextlib.contextmanager
-def given(modules: Sequence[Any]) -> Iterator[None]:
-    """Names the modules that paths start from, where they are put together only inside a reading."""
+def given(module: Any = None, path: tuple[str, ...] | None = None) -> Iterator[None]:
+    """Names what paths start from, where it is put together only inside a reading.
+
+    Args:
+      module: an NNX module, or a tuple of those that may be called.
+      path: the absolute path of a Linen module.
+    """
     open_marks = _frames.get()
     if not open_marks:
         yield
         return
-    token = _frames.set((*open_marks, dataclasses.replace(open_marks[-1], module=tuple(modules))))
+    token = _frames.set((*open_marks, dataclasses.replace(open_marks[-1], module=module, path=path)))
     try:
         yield
     finally:

@@ -57,17 +57,18 @@ def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     flat.__name__ = getattr(fun, "__name__", "function")
     flat.__qualname__ = getattr(fun, "__qualname__", flat.__name__)
     jaxpr, out = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-    labels, argnums = _labels(fun, args, kwargs)
-    return Traced(jaxpr, spec, Spec.of(out), labels, argnums)
+    names, argnums = labels(fun, args, kwargs)
+    return Traced(jaxpr, spec, Spec.of(out), names, argnums)
 
 
-def _labels(fun: Any, args: Any, kwargs: Any) -> tuple[tuple[str, ...], tuple[int | str, ...]]:
+def labels(fun: Any, args: Any, kwargs: Any) -> tuple[tuple[str, ...], tuple[int | str, ...]]:
+    """The path of each dynamic leaf of a call's arguments, and the position or keyword of its argument."""
     try:
         names = [p.name for p in inspect.signature(fun).parameters.values() if p.kind in (0, 1)]
     except (TypeError, ValueError):
         names = []
     paths, _ = jax.tree_util.tree_flatten_with_path(seal((args, kwargs)))
-    labels, argnums = [], []
+    out, argnums = [], []
     for path, _ in paths:
         where, rest = path[1], path[2:]
         if path[0].idx == 0:
@@ -77,5 +78,5 @@ def _labels(fun: Any, args: Any, kwargs: Any) -> tuple[tuple[str, ...], tuple[in
         else:
             argnums.append(where.key)
             head = str(where.key)
-        labels.append(head + jax.tree_util.keystr(rest))
-    return tuple(labels), tuple(argnums)
+        out.append(head + jax.tree_util.keystr(rest))
+    return tuple(out), tuple(argnums)

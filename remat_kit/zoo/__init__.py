@@ -14,12 +14,13 @@ from remat_kit.zoo._registry import names as names
 if TYPE_CHECKING:
     from remat_kit.zoo._gpt import gpt as gpt
     from remat_kit.zoo._gpt_nnx import gpt_nnx as gpt_nnx
+    from remat_kit.zoo._llama import llama as llama
     from remat_kit.zoo._moe import moe as moe
     from remat_kit.zoo._resnet import resnet as resnet
     from remat_kit.zoo._rnn import rnn as rnn
     from remat_kit.zoo._vit import vit as vit
 
-__all__ = ["build", "gpt", "gpt_nnx", "moe", "names", "resnet", "rnn", "vit"]
+__all__ = ["build", "gpt", "gpt_nnx", "llama", "moe", "names", "resnet", "rnn", "vit"]
 
 
 def __getattr__(name: str) -> Any:

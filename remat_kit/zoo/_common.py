@@ -24,9 +24,18 @@ Model = tuple[Callable[..., Any], tuple[Any, ...]]
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def make(arguments: Callable[[], T], *, abstract: bool) -> T:
-    """Returns ``arguments()``, compiled; or only its shapes and dtypes, where nothing is allocated or run."""
-    return jax.eval_shape(arguments) if abstract else jax.jit(arguments)()
+def make(arguments: Callable[[], T], *, abstract: bool, place: Callable[[T], Any] = lambda _: None) -> T:
+    """Returns ``arguments()``, compiled; or only its shapes and dtypes, where nothing is allocated or run.
+
+    `place` gives the sharding of each leaf, from the leaves' shapes; or None where nothing is sharded.
+    """
+    structs = jax.eval_shape(arguments)
+    placed = place(structs)
+    if not abstract:
+        return jax.jit(arguments, out_shardings=placed)()
+    if placed is None:
+        return structs
+    return jax.tree.map(lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), structs, placed)
 
 
 @dataclass(frozen=True)
@@ -67,19 +76,19 @@ class Check:
         if not _is_whole(seed) or not 0 <= seed < 2**32:
             raise self.error(f"seed={seed!r} is not a seed. Give a whole number from 0 to 2**32 - 1.")
 
-    def dtype(self, dtype: DTypeLike) -> jnp.dtype:
-        """Returns the dtype of the activations, which is one that a network is trained in."""
+    def dtype(self, dtype: DTypeLike, setting: str = "dtype", of: str = "activations") -> jnp.dtype:
+        """Returns the dtype `of` activations or parameters, which is one that a network is trained in."""
         try:
             name = jnp.dtype(dtype).name
         except TypeError:
             name = str(dtype)
         if name not in _DTYPES:
             raise self.error(
-                f"dtype={name!r} is not a dtype of activations.{near_matches(name, _DTYPES)} "
+                f"{setting}={name!r} is not a dtype of {of}.{near_matches(name, _DTYPES)} "
                 f"Give one of {', '.join(_DTYPES)}."
             )
         if name == "float64" and not jax.config.read("jax_enable_x64"):
-            raise self.error("dtype='float64' needs jax.config.update('jax_enable_x64', True).")
+            raise self.error(f"{setting}='float64' needs jax.config.update('jax_enable_x64', True).")
         return jnp.dtype(name)
 
     def error(self, text: str) -> RematError:

@@ -13,7 +13,7 @@ from typing import Any
 from remat_kit._errors import RematError, near_matches
 
 # Files are private because a submodule `gpt` would shadow the function `gpt` as soon as it is imported.
-_MODELS = ("gpt", "gpt_nnx", "vit", "resnet", "moe", "rnn")
+_MODELS = ("gpt", "gpt_nnx", "llama", "vit", "resnet", "moe", "rnn")
 
 
 def names() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Figures as text: bytes in binary units, FLOPs in decimal ones, ratios and shares.
+"""Figures as text: bytes in binary units, FLOPs in decimal ones, seconds, ratios and shares.
 
 Every view (terminal, HTML, command line) writes its figures through these.
 """
@@ -43,6 +43,18 @@ def format_flops(n: int | None) -> str:
     if n is None:
         return "-"
     return f"{n} FLOP" if abs(n) < 1000 else _scaled(n, 1000, _DECIMAL)
+
+
+def format_seconds(x: float) -> str:
+    """Writes a time in the unit that fits.
+
+    >>> format_seconds(12.345), format_seconds(0.0123), format_seconds(2e-6), format_seconds(0)
+    ('12.3 s', '12.3 ms', '2.00 us', '0 s')
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if x * scale >= 1 or unit == "us":
+            return f"{x * scale:.{2 if x * scale < 10 else 1 if x * scale < 100 else 0}f} {unit}" if x else "0 s"
+    raise AssertionError
 
 
 def format_ratio(x: float | None) -> str:

@@ -1,0 +1,148 @@
+"""Measurements as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.text import Text
+
+from remat_kit._show.tables import captured, figure_table, line, pairs
+from remat_kit._target.measurement import Held, Measurement
+from remat_kit._units import format_bytes, format_flops, format_seconds, printable
+
+_SHOWN = 10
+
+
+def print_measurement(m: Measurement, console: Console | None = None, *, top: int = _SHOWN) -> None:
+    """Prints a measurement: memory, cost, what is live at the peak, notes.
+
+    Args:
+      top: how many of the largest buffers to show.
+    """
+    console = console or Console()
+    pairs(console, "Measurement", _head(m))
+    figure_table(console, _memory(m))
+    line(console)
+    figure_table(console, _cost(m))
+    if m.held:
+        line(console)
+        line(console, "Largest buffers at the peak (compiled)", style="bold")
+        _print_held(console, m.held, top)
+    if m.effect is not None:
+        line(console)
+        line(console, f"Against {printable(m.effect.against)}", style="bold")
+        figure_table(console, _effect(m))
+        for finding in m.effect.findings:
+            line(console, printable(finding), style="yellow")
+    for note in m.notes:
+        line(console, f"note: {printable(note)}", style="yellow")
+
+
+def measurement_to_str(m: Measurement) -> str:
+    """Returns what `print_measurement` prints, without colours."""
+    return captured(lambda console: print_measurement(m, console))
+
+
+def fits_text(fits: bool | None) -> str:
+    """Whether a program fits, in a word."""
+    return {True: "yes", False: "no", None: "unknown"}[fits]
+
+
+def _head(m: Measurement) -> Iterable[tuple[str, str]]:
+    yield "target", printable(m.target) + (f" ({m.devices} devices; figures are those of one)" if m.devices > 1 else "")
+    policy = printable(m.policy)
+    yield "policy", policy if len(policy) <= 120 else policy[:116] + " ..."
+    if m.memory_bytes is not None and m.headroom_bytes is not None:
+        left = m.headroom_bytes
+        words = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much"
+        yield "fits", f"{fits_text(m.fits)}: {format_bytes(m.peak_bytes)} of {format_bytes(m.memory_bytes)}, {words}"
+    else:
+        yield "fits", fits_text(m.fits)
+    yield (
+        "compiled in",
+        f"{format_seconds(m.compile_seconds)}" + (" (an earlier compile, from the cache)" if m.cached else ""),
+    )
+
+
+def _memory(m: Measurement) -> Iterable[tuple[str, str, str]]:
+    rows = [
+        ("peak", m.peak_bytes, "compiled" if m.temp_bytes is not None else "what the compiler says it would need"),
+        ("temporary", m.temp_bytes, "compiled"),
+        ("arguments", m.argument_bytes, "compiled"),
+        ("outputs", m.output_bytes, "compiled"),
+        ("aliased", m.alias_bytes, "compiled; outputs that lie in donated arguments"),
+        ("host", m.host_bytes, "compiled; values in host memory"),
+        ("code", m.code_bytes, "compiled"),
+    ]
+    always = ("peak", "temporary", "arguments", "outputs")
+    for label, n, remark in rows:
+        if n is not None and (n or label in always):
+            yield label, format_bytes(n), remark
+    if m.residuals is not None:
+        yield "residuals kept", format_bytes(m.residuals.total_bytes), "predicted from the jaxpr"
+        if m.held_residual_bytes is not None:
+            yield "residuals held", format_bytes(m.held_residual_bytes), "compiled; what the forward pass leaves behind"
+
+
+def _cost(m: Measurement) -> Iterable[tuple[str, str, str]]:
+    exact = "" if m.flops_exact else "; at least, see the note"
+    over = " over all devices" if m.devices > 1 else ""
+    yield "FLOPs", format_flops(m.flops), f"counted from the jaxpr, with trip counts{over}{exact}"
+    yield "in matrix products", format_flops(m.counted_matmul_flops), f"counted from the jaxpr, with trip counts{over}"
+    if m.matmul_flops is not None:
+        yield "in matrix products", format_flops(m.matmul_flops), "compiled, with trip counts"
+    if m.xla_flops is not None:
+        yield "FLOPs", format_flops(int(m.xla_flops)), "XLA's count; loop bodies once"
+    if m.bytes_accessed is not None:
+        yield "memory traffic", format_bytes(m.bytes_accessed), "compiled, with trip counts"
+    if m.timing is not None:
+        t = m.timing
+        spread = f"{format_seconds(t.low)} to {format_seconds(t.high)}"
+        yield "step", format_seconds(t.median), f"timed; median of {t.steps}, quartiles {spread}"
+        if t.peak_bytes is not None:
+            yield "in use at most", format_bytes(t.peak_bytes), "the allocator's high-water mark in this process"
+    if m.roofline_seconds is not None:
+        yield "step", format_seconds(m.roofline_seconds), "predicted by the roofline; at least"
+
+
+def _effect(m: Measurement) -> Iterable[tuple[str, str, str]]:
+    e = m.effect
+    assert e is not None
+    yield "residuals", _change(-e.predicted_bytes), "predicted"
+    yield "peak", _change(-e.peak_bytes), "compiled"
+    for flops, origin in ((e.counted_flops, "counted from the jaxpr"), (e.flops, "compiled")):
+        yield "in matrix products", ("+" if flops >= 0 else "-") + format_flops(abs(flops)), origin
+
+
+def _change(n: int) -> str:
+    return ("+" if n >= 0 else "-") + format_bytes(abs(n))
+
+
+def _print_held(console: Console, held: tuple[Held, ...], top: int) -> None:
+    from remat_kit._show.tables import table
+
+    columns = ["bytes", "what", "where", "phase", "shape", "source"]
+    rows = []
+    for h in held[:top]:
+        times = f" x{h.count}" if h.count > 1 else ""
+        what = h.name or h.op
+        rows.append(
+            [
+                format_bytes(h.bytes),
+                printable(what) + times,
+                printable(h.path),
+                h.phase or h.kind,
+                printable(h.shape),
+                printable(h.source.rsplit("/", 1)[-1]),
+            ]
+        )
+    table(console, columns, rows, right=(0,))
+    rest = held[top:]
+    if rest:
+        line(console, f"... and {len(rest)} more ({format_bytes(sum(h.bytes for h in rest))})", style="dim")
+
+
+def cell(text: str, style: str = "") -> Text:
+    """A table's cell whose text is shown as it is."""
+    return Text(text, style=style)

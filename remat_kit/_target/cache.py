@@ -1,0 +1,71 @@
+"""What was compiled before: XLA's figures by the program they are of, on disk, so that asking again is instant.
+
+A folder of compressed JSON files, ``~/.cache/remat-kit/compile`` (XDG_CACHE_HOME is honoured); REMAT_KIT_CACHE names
+another, or ``off``. Nothing in it is trusted: a file that does not read as one of ours counts as missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import json
+import os
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+_KEPT = 512  # files; the oldest go first
+
+
+def folder() -> Path | None:
+    """Where the cache lies; None where it is off."""
+    chosen = os.environ.get("REMAT_KIT_CACHE", "")
+    if chosen.lower() == "off":
+        return None
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(base or Path.home() / ".cache") / "remat-kit" / "compile"
+
+
+def key(*parts: str | bytes) -> str:
+    """A name for what was compiled: a digest of everything that the result depends on."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def load(name: str) -> dict[str, Any] | None:
+    """What was stored under a key, or None."""
+    where = folder()
+    if where is None:
+        return None
+    path = where / f"{name}.json.gz"
+    try:
+        with gzip.open(path) as f:
+            data = json.loads(f.read())
+        os.utime(path)
+    except (OSError, ValueError, EOFError, zlib.error, RecursionError):
+        return None
+    return data if isinstance(data, dict) and data.get("schema") == SCHEMA else None
+
+
+def store(name: str, data: dict[str, Any]) -> None:
+    """Stores JSON data under a key. A folder that cannot be written is no error: it only costs a compile."""
+    where = folder()
+    if where is None:
+        return
+    with contextlib.suppress(OSError):
+        where.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=where)
+        with os.fdopen(handle, "wb") as f:
+            f.write(gzip.compress(json.dumps({"schema": SCHEMA, **data}).encode(), 5))
+        os.replace(temporary, where / f"{name}.json.gz")
+        files = sorted(where.glob("*.json.gz"), key=lambda p: p.stat().st_mtime)
+        for old in files[:-_KEPT]:
+            old.unlink()

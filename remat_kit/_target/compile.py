@@ -1,0 +1,199 @@
+"""From a lowered program to what XLA says of it: memory, cost and the text of the optimized module."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import os
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.passmanager import PassManager
+
+from remat_kit._errors import RematError
+from remat_kit._target import cache, remote
+from remat_kit._target.target import Target
+
+TIMEOUT = 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class OutOfMemory:
+    """What a compiler says of a program that does not fit.
+
+    Attributes:
+      required_bytes: what the program would need; `of` says of what.
+      available_bytes: what there is.
+      message: the compiler's sentence.
+    """
+
+    required_bytes: int
+    available_bytes: int
+    message: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """XLA's answer for one program on one target.
+
+    Attributes:
+      memory: the figures of `memory_analysis()`, by name; empty if the program does not fit.
+      cost: those of `cost_analysis()`, loop bodies counted once; None where the backend has none.
+      text: the optimized, scheduled module.
+      seconds: what compiling took, when it was compiled.
+      cached: whether this is what an earlier compile of the same program said; names and source lines in the text are
+        those of that program's.
+      oom: why there are no figures.
+    """
+
+    memory: Mapping[str, int]
+    cost: Mapping[str, float] | None
+    text: str
+    seconds: float
+    cached: bool = False
+    oom: OutOfMemory | None = None
+
+
+def lower(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Target) -> tuple[Any, Any]:
+    """Traces and lowers a jitted function for the platform of a target.
+
+    Returns:
+      JAX's `Traced` and `Lowered`.
+
+    Raises:
+      RematError: where JAX cannot lower the program for the platform.
+    """
+    traced = step.trace(*args, **kwargs)
+    try:
+        return traced, traced.lower() if target.attached else traced.lower(lowering_platforms=(target.platform,))
+    except (NotImplementedError, ValueError) as e:
+        raise RematError(f"JAX cannot lower the program for {target}: {_first_line(e)}") from e
+
+
+def compile_lowered(
+    lowered: Any, target: Target, options: Mapping[str, Any] | None = None, timeout: float = TIMEOUT
+) -> Compiled:
+    """Compiles a lowered program for a target, or remembers what compiling it said.
+
+    In this process for attached devices, else in a process of its own (see `remote`).
+
+    Args:
+      options: XLA's debug options by name, as in `jax.stages.Lowered.compile`.
+      timeout: seconds after which a compiler that runs in a process of its own is ended.
+
+    Raises:
+      RematError: what the compiler says against the program, other than that it does not fit; a compiler that
+        crashed or took too long.
+    """
+    options = dict(options or {})
+    bytecode = mlir.module_to_bytecode(lowered.compiler_ir())
+    name = cache.key(_without_places(bytecode), _identity(target), repr(sorted(options.items())))
+    found = _read(cache.load(name))
+    if found is not None:
+        return found
+    try:
+        compiled = _here(lowered, options) if target.attached else _there(bytecode, target, options, timeout)
+    except (remote.CompilerError, jax.errors.JaxRuntimeError) as e:
+        oom = out_of_memory(str(e))
+        if oom is None:
+            raise RematError(f"XLA cannot compile the program for {target}: {_first_line(e)}") from None
+        compiled = Compiled({}, None, "", 0.0, oom=oom)
+    cache.store(name, {k: v for k, v in dataclasses.asdict(compiled).items() if k != "cached"})
+    return compiled
+
+
+def _without_places(bytecode: bytes) -> bytes:
+    """A module without source lines and name stacks: what is moved within its file is still the same program."""
+    with mlir.make_ir_context():
+        module = ir.Module.parse(bytecode)
+        PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
+        return mlir.module_to_bytecode(module)
+
+
+def _here(lowered: Any, options: Mapping[str, Any]) -> Compiled:
+    start = time.perf_counter()
+    executable = lowered.compile(compiler_options=dict(options) or None)
+    return facts(executable, time.perf_counter() - start)
+
+
+def facts(executable: Any, seconds: float) -> Compiled:
+    """What a `jax.stages.Compiled` says of itself."""
+    stats = executable.memory_analysis()
+    memory = {k: getattr(stats, k) for k in dir(stats) if k.endswith("bytes") and not k.startswith("_")}
+    cost = executable.cost_analysis()
+    return Compiled(memory, dict(cost) if cost else None, executable.as_text(), seconds)
+
+
+def _there(bytecode: bytes, target: Target, options: Mapping[str, Any], timeout: float) -> Compiled:
+    assert target.chip is not None
+    request: dict[str, Any] = {"topology": target.topology, "options": options}
+    request["topology_options"] = dict(target.chip.options)
+    if target.platform == "cuda":  # it has no names for topologies, and wants the device described
+        request["topology"] = ""
+        request["topology_options"] |= {"topology": target.topology, "target_config": target.chip.topology}
+    reply, text = remote.compile_remotely(target.platform, request, bytecode, timeout)
+    return Compiled(reply["memory"], reply["cost"], text, reply["seconds"])
+
+
+def out_of_memory(message: str) -> OutOfMemory | None:
+    """Reads the message of a compiler that found no room for a program; None for any other message.
+
+    TPU compilers say "the total memory required ... (24.76G) exceeds available HBM (15.75G)".
+    """
+    found = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds available \w+ \(([\d.]+)([KMGT]?)\)", message)
+    if "RESOURCE_EXHAUSTED" not in message or found is None:
+        return None
+    required, available = (
+        int(float(number) * 1024 ** " KMGT".index(unit or " "))
+        for number, unit in (found.group(1, 2), found.group(3, 4))
+    )
+    return OutOfMemory(required, available, _first_line(message))
+
+
+def _first_line(error: object) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:500]
+
+
+@functools.cache
+def _versions() -> str:
+    found = [f"{d} {_version(d)}" for d in ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")]
+    return ", ".join(found)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _identity(target: Target) -> str:
+    """Everything beside the program that what is compiled depends on."""
+    kinds = [d.device_kind for d in target.devices]
+    flags = [os.environ.get(n, "") for n in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    chip = target.chip.topology if target.chip is not None else ""
+    return repr((target.platform, target.topology, chip, kinds, flags, _versions()))
+
+
+def _read(data: dict[str, Any] | None) -> Compiled | None:
+    """What the cache holds, if it is one of ours."""
+    if data is None:
+        return None
+    try:
+        return Compiled(
+            {str(k): int(v) for k, v in data["memory"].items()},
+            data["cost"] and {str(k): float(v) for k, v in data["cost"].items()},
+            str(data["text"]),
+            float(data["seconds"]),
+            cached=True,
+            oom=OutOfMemory(**data["oom"]) if data["oom"] else None,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None

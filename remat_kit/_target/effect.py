@@ -1,0 +1,71 @@
+"""Whether a policy did anything to the compiled program, and what became of what was predicted."""
+
+from __future__ import annotations
+
+from remat_kit._target.measurement import Effect, Measurement
+from remat_kit._units import format_bytes, format_flops
+
+_NOTHING = 0.05  # less than this share of what was predicted is nothing
+_MOST = 0.5
+
+
+def effect(before: Measurement, after: Measurement, keep_barriers: bool = False) -> Effect:
+    """Compares two measurements of one step on one target: `before` under another policy than `after`.
+
+    Args:
+      keep_barriers: whether they were compiled so that the CPU's compiler keeps recomputation apart. That of JAX 0.10.2
+        expands the barriers around it before it removes common subexpressions.
+    """
+    kept = (before.predicted_bytes or 0) - (after.predicted_bytes or 0)
+    fell = before.peak_bytes - after.peak_bytes
+    counted = (after.counted_matmul_flops - before.counted_matmul_flops) // after.devices
+    grew = (after.matmul_flops or 0) - (before.matmul_flops or 0)
+    found: list[str] = []
+    if before.fits is not False or before.temp_bytes is not None:  # else there are no compiled figures to compare
+        found = [*_memory(before, after, kept, fell), *_products(counted, grew)]
+    if found and after.platform == "cpu" and not keep_barriers and grew < _MOST * counted:
+        found.append("keep_barriers=True keeps recomputation apart on the CPU.")
+    return Effect(before.policy, kept, fell, counted, grew, tuple(found))
+
+
+def _memory(before: Measurement, after: Measurement, kept: int, fell: int) -> list[str]:
+    peaks = f"{format_bytes(after.peak_bytes)} against {format_bytes(before.peak_bytes)} under {before.policy}"
+    if kept > 0 and fell < _NOTHING * kept:
+        return [
+            f"No effect on the peak: {format_bytes(kept)} fewer residuals are kept (predicted), but it is {peaks} "
+            "(compiled). What is live there: see the largest buffers at the peak."
+        ]
+    if kept > 0 and fell < _MOST * kept:
+        return [
+            f"{format_bytes(kept)} fewer residuals are kept (predicted), the peak fell by {format_bytes(fell)}, to "
+            f"{peaks} (compiled): XLA had not kept the rest either (fused or recomputed), or other buffers make the "
+            "peak now."
+        ]
+    return []
+
+
+def _products(counted: int, grew: int) -> list[str]:
+    if counted > 0 and grew < _MOST * counted:
+        return [
+            f"The compiler merged recomputation with the forward pass: {format_flops(counted)} of matrix products are "
+            f"to be computed again (counted), {format_flops(max(grew, 0))} are (compiled)."
+        ]
+    return []
+
+
+def offload_findings(m: Measurement) -> list[str]:
+    """What became of the values that the policy offloads."""
+    wanted = m.residuals.host_bytes if m.residuals is not None else 0
+    if not wanted or m.host_bytes is None:
+        return []
+    if m.platform == "cpu":
+        return [
+            f"{format_bytes(wanted)} are offloaded by the policy; on the CPU that cannot be seen, host and device are "
+            "one memory."
+        ]
+    if m.host_bytes == 0:
+        return [
+            f"Offload dropped: the policy offloads {format_bytes(wanted)}, the compiled program has nothing in host "
+            "memory."
+        ]
+    return []

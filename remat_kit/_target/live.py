@@ -1,0 +1,252 @@
+"""Memory over the schedule of a compiled program: what is live at each instruction, and what at the peak.
+
+XLA sets arguments and results aside for the whole run, and puts temporaries into results that are not written
+yet. Gaps between buffers in XLA's heap are not modelled, nor is the on-chip memory of TPUs.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from remat_kit._target import buffers, hlo_shapes, sharing
+from remat_kit._target.buffers import Span, Value
+from remat_kit._target.hlo import Instruction, Module
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """A piece of device memory that is taken at some time.
+
+    Attributes:
+      bytes: on one device.
+      name: of the instruction that says most about what lies in it.
+      opcode: of that instruction.
+      shape: ``"bf16[8,1024,1024]"``.
+      op_name: name stack of the program that was lowered; empty when XLA made the instruction up. For a value
+        stacked by a loop it is that of the operation whose values are stacked.
+      source: file and line, or None.
+      kind: "argument", "output", "temp" or "constant".
+      phase: "forward", "backward", or "" where the name stack does not tell.
+      recomputed: whether it is the work of rematerialization.
+      where: name of the loop body, branch or called computation; empty for the entry computation.
+      elements: number of elements of its array.
+    """
+
+    bytes: int
+    name: str
+    opcode: str
+    shape: str
+    op_name: str = ""
+    source: tuple[str, int] | None = None
+    kind: str = "temp"
+    phase: str = ""
+    recomputed: bool = False
+    where: str = ""
+    elements: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One instruction in the order of the schedule, and the bytes taken while it runs.
+
+    Attributes:
+      instruction: its name.
+      where: as in `Buffer`.
+      bytes: of device memory.
+      host_bytes: of host memory.
+    """
+
+    instruction: str
+    where: str
+    bytes: int
+    host_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """Memory over one run, per device.
+
+    Attributes:
+      points: in the order of the schedule; what a loop runs stands there once.
+      at: the index of the peak in `points`.
+      buffers: taken at the peak, the largest first; their bytes sum to the peak.
+      host_peak: the most bytes of host memory at any time.
+      between: the index in `points` at which the backward pass begins; None where the name stacks tell of none.
+      handed_over: temporary buffers of the forward pass that are live across `between`, the largest first: what the
+        compiled program keeps for the backward pass.
+    """
+
+    points: tuple[Point, ...]
+    at: int
+    buffers: tuple[Buffer, ...]
+    host_peak: int
+    between: int | None = None
+    handed_over: tuple[Buffer, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of device memory at any time."""
+        return self.points[self.at].bytes if self.points else 0
+
+
+def walk(module: Module) -> Timeline:
+    """Follows the schedule of a module and sums what is taken at each instruction.
+
+    Args:
+      module: of `hlo.parse`. Of a module that is not scheduled the order of the text is taken.
+
+    Returns:
+      Figures that are computed here from the text. XLA's own are in `memory_analysis()`: its temporaries,
+      arguments and results less what is aliased correspond to `Timeline.peak`.
+    """
+    program = buffers.Program(module)
+    program.run()
+    count = len(program.steps)
+    spans = program.spans()
+    placed = list(_placed([s for s in spans if s.space == hlo_shapes.DEVICE], count - 1))
+    device = _sums(placed, count)
+    host = _sums(((s, s.intervals) for s in spans if s.space == hlo_shapes.HOST), count)
+    points = tuple(Point(n, w, d, h) for (n, w), d, h in zip(program.steps, device, host, strict=True))
+    at = max(range(count), key=device.__getitem__, default=0)
+    taken = [s for s, intervals in placed if s.bytes and any(a <= at <= b for a, b in intervals)]
+    found = [_describe(module, s, at) for s in taken]
+    between = _turn(module, program.steps)
+    return Timeline(
+        points,
+        at,
+        tuple(sorted(found, key=lambda b: -b.bytes)),
+        max(host, default=0),
+        between,
+        () if between is None else _handed_over(module, spans, between),
+    )
+
+
+def _turn(module: Module, steps: Sequence[tuple[str, str]]) -> int | None:
+    """Where the schedule turns from the forward to the backward pass: the fewest instructions on the wrong side.
+
+    The two overlap: compilers run what depends on nothing early.
+    """
+    phases = []
+    for name, where in steps:
+        computation = module.computations[where] if where else module.entry
+        instruction = computation.by_name.get(name)
+        phases.append(_phase(instruction.op_name) if instruction is not None else "")
+    if "backward" not in phases or "forward" not in phases:
+        return None
+    wrong = fewest = phases.count("forward")  # all of the forward pass behind a turn at 0
+    best = 0
+    for n, phase in enumerate(phases):
+        wrong += (phase == "backward") - (phase == "forward")
+        if wrong < fewest:
+            best, fewest = n + 1, wrong
+    return best if best < len(phases) else None
+
+
+def _handed_over(module: Module, spans: Iterable[Span], between: int) -> tuple[Buffer, ...]:
+    crossing = [
+        s for s in spans if s.space == hlo_shapes.DEVICE and s.bytes and any(a < between <= b for a, b in s.intervals)
+    ]
+    found = [b for b in (_describe(module, s, between - 1) for s in crossing) if b.kind == "temp"]
+    return tuple(sorted((b for b in found if b.phase == "forward"), key=lambda b: -b.bytes))
+
+
+Intervals = list[tuple[int, int]]
+
+
+def _placed(spans: list[Span], last: int) -> Iterable[tuple[Span, Intervals]]:
+    """Places buffers as XLA's buffer assignment does: the largest first, each into the smallest result with room.
+
+    XLA's order among buffers of one size is not in the text; here the one that is taken longest comes first.
+
+    Returns:
+      The buffers with memory of their own and the intervals for which it is set aside.
+    """
+    results: list[tuple[Span, Intervals]] = []  # from the largest to the smallest
+    for span in sorted(spans, key=lambda s: (-s.bytes, "output" not in s.kinds, -s.steps)):
+        if "output" in span.kinds:
+            results.append((span, list(span.intervals)))
+            yield span, [(0, last)]
+        elif span.kinds & {"argument", "constant"} or not any(
+            _fits(span.intervals, taken) for _, taken in reversed(results)
+        ):
+            yield span, span.intervals
+
+
+def _fits(intervals: Intervals, taken: Intervals) -> bool:
+    """Enters intervals into sorted ones that are taken, if none of them overlaps."""
+    for start, end in intervals:
+        n = bisect.bisect_right(taken, (end, end))
+        if n and taken[n - 1][1] >= start or n < len(taken) and taken[n][0] <= end:
+            return False
+    for interval in intervals:
+        bisect.insort(taken, interval)
+    return True
+
+
+def _sums(placed: Iterable[tuple[Span, Intervals]], count: int) -> list[int]:
+    change = [0] * (count + 1)
+    for span, intervals in placed:
+        for start, end in intervals:
+            change[start] += span.bytes
+            change[end + 1] -= span.bytes
+    out, total = [], 0
+    for n in range(count):
+        total += change[n]
+        out.append(total)
+    return out
+
+
+def _describe(module: Module, span: Span, at: int) -> Buffer:
+    """Describes a buffer by the value that says most about what lies in it."""
+    kind = next((k for k in ("argument", "output", "constant") if k in span.kinds), "temp")
+    value = max(span.values, key=lambda v: (_tells(v), v.start <= at <= v.end, -v.start))
+    i = value.instruction
+    maker = _maker(module, value)
+    return Buffer(
+        span.bytes,
+        i.name,
+        i.opcode,
+        str(value.shape),
+        maker.op_name,
+        maker.source,
+        kind,
+        "" if kind == "argument" else _phase(maker.op_name),
+        "rematted_computation" in maker.op_name,
+        span.values[0].where,
+        value.shape.size,
+    )
+
+
+_SILENT = ("parameter", "while", "copy", "copy-start", "tuple", "broadcast", "constant", "custom-call")
+
+
+def _tells(value: Value) -> int:
+    """How much the instruction says about the contents: a copy or a loop's parameter says little."""
+    if value.kind == "argument":
+        return 3
+    return (value.instruction.opcode not in _SILENT) + bool(value.instruction.op_name)
+
+
+def _maker(module: Module, value: Value) -> Instruction:
+    """The instruction that computed the contents: behind an update in place, behind copies."""
+    i = value.instruction
+    for callee in module.called(i) if i.opcode.startswith("fusion") else ():
+        update = sharing.update_of(callee)
+        if update is not None and update.opcode == "parameter" and update.index < len(i.operands):
+            update = value.computation.by_name.get(i.operands[update.index])
+        if update is not None and update.op_name:
+            return update
+    while not i.op_name and i.opcode in ("copy", "copy-start", "copy-done", "bitcast", "get-tuple-element"):
+        behind = value.computation.operands(i)
+        if not behind:
+            break
+        i = behind[0]
+    return i
+
+
+def _phase(op_name: str) -> str:
+    if "transpose(jvp" in op_name:
+        return "backward"
+    return "forward" if "jvp(" in op_name else ""
