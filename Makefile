@@ -1,9 +1,11 @@
 # make demo   installs into .venv and shows what the built-in GPT keeps under several policies
 # make test   installs the test extras too and runs the tests
-# Both need Python >= 3.11 with pip or venv; PYTHON=... and VENV=... say which and where.
+# Both need Python >= 3.11 with pip or venv; PYTHON=... and VENV=... say which and where. WITH="tpu cuda" installs the
+# compilers for TPUs and GPUs too, so that the tests that need one are not skipped.
 
 PYTHON ?= python3
 VENV ?= .venv
+WITH ?=
 # On more cores than this the tests gain little and take a process with JAX for each.
 PYTEST_ARGS ?= -n auto --maxprocesses 8
 
@@ -21,7 +23,7 @@ help:
 demo: $(VENV)/.installed
 	$(bin)/remat-kit demo
 
-test: $(VENV)/.test
+test: $(VENV)/.test $(addprefix $(VENV)/.,$(WITH))
 	$(bin)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
@@ -47,6 +49,6 @@ $(VENV)/.installed: pyproject.toml $(sources) | $(VENV)/.made
 	@if [ -e $(VENV)/.test ]; then echo "installed from this checkout already"; else $(pip) install --quiet .; fi
 	@touch $@
 
-$(VENV)/.test $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: pyproject.toml | $(VENV)/.made
+$(addprefix $(VENV)/.,test dev docs tpu cuda): $(VENV)/.%: pyproject.toml | $(VENV)/.made
 	$(pip) install --quiet --editable '.[$*]'
 	@touch $@

@@ -72,8 +72,14 @@ def lower(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: T
     traced = step.trace(*args, **kwargs)
     try:
         return traced, traced.lower() if target.attached else traced.lower(lowering_platforms=(target.platform,))
-    except (NotImplementedError, ValueError) as e:
-        raise RematError(f"JAX cannot lower the program for {target}: {_first_line(e)}") from e
+    except Exception as e:  # of rules of many authors, kernels' among them
+        reason = _first_line(e)
+        if "is different from the lowering platform" in reason:
+            reason = (
+                "it calls back into Python (jax.debug.print, pure_callback, io_callback), which JAX lowers only for "
+                "devices that are here. Leave the callbacks out for measuring"
+            )
+        raise RematError(f"JAX cannot lower the program for {target}: {reason}.") from e
 
 
 def compile_lowered(

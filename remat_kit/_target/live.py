@@ -226,7 +226,8 @@ def _tells(value: Value) -> int:
     """How much the instruction says about the contents: a copy or a loop's parameter says little."""
     if value.kind == "argument":
         return 3
-    return (value.instruction.opcode not in _SILENT) + bool(value.instruction.op_name)
+    i = value.instruction
+    return (i.opcode not in _SILENT and not i.op_name.endswith("/broadcast_in_dim")) + bool(i.op_name)
 
 
 def _maker(module: Module, value: Value) -> Instruction:

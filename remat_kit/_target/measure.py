@@ -151,7 +151,7 @@ def measured(step: Step, setting: Setting, time: bool = False) -> Measurement:
     else:
         compiled = compiling.compile_lowered(step.lowered, target, setting.options, setting.timeout)
     found = _without_figures(step, target, compiled) if compiled.oom else _figures(step, target, compiled)
-    notes = offload_findings(found)
+    notes = [*offload_findings(found), *_on_chip(found)]
     if not step.cost.exact:
         notes.append("flops counts loops of unknown length once, and primitives that it does not know by their size.")
     return dataclasses.replace(found, timing=timing, notes=(*found.notes, *notes))
@@ -160,13 +160,12 @@ def measured(step: Step, setting: Setting, time: bool = False) -> Measurement:
 def _figures(step: Step, target: Target, compiled: compiling.Compiled) -> Measurement:
     m = compiled.memory
     sizes = {k: m.get(f"{k}_size_in_bytes", 0) for k in ("temp", "argument", "output", "alias", "generated_code")}
-    # The CPU's own peak leaves temporaries out.
-    peak = m.get("peak_memory_in_bytes", 0)
-    if target.platform == "cpu" or not peak:
+    on_host = {k: m.get(f"host_{k}_size_in_bytes", 0) for k in ("temp", "argument", "output", "alias")}
+    host = on_host["temp"] + on_host["argument"] + on_host["output"] - on_host["alias"]
+    # XLA's peak counts arguments and outputs in host memory; that of the CPU leaves temporaries out.
+    peak = m.get("peak_memory_in_bytes", 0) - on_host["argument"] - on_host["output"]
+    if target.platform == "cpu" or peak <= 0:
         peak = sizes["temp"] + sizes["argument"] + sizes["output"] - sizes["alias"]
-    host = sum(m.get(f"host_{k}_size_in_bytes", 0) for k in ("temp", "output", "argument")) - m.get(
-        "host_alias_size_in_bytes", 0
-    )
     module = hlo.parse(compiled.text)
     timeline = live.walk(module)
     products, traffic = hlo_cost.products(module), hlo_cost.traffic(module)
@@ -199,7 +198,18 @@ def _figures(step: Step, target: Target, compiled: compiling.Compiled) -> Measur
         residuals=step.residuals,
         held=reconcile.held(timeline, step.labels, step.residuals),
         held_residual_bytes=reconcile.held_residuals(timeline),
+        # Over several devices the residuals are known as a whole only.
+        notes=reconcile.differences(timeline, step.residuals) if module.num_partitions == 1 else (),
     )
+
+
+_ON_CHIP = 256 * 2**20  # more than the on-chip memory of the TPUs in the table
+
+
+def _on_chip(m: Measurement) -> list[str]:
+    if m.platform != "tpu" or m.fits is False or m.peak_bytes > _ON_CHIP:
+        return []
+    return ["The TPU compiler's peak counts on-chip memory too, which shows in a program as small as this one."]
 
 
 def _roofline(target: Target, products: Mapping[str, int], traffic: hlo_cost.Traffic) -> float | None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from remat_kit._target.live import Buffer, Timeline
 from remat_kit._target.measurement import Held
-from remat_kit._trace.report import Residual, Residuals
+from remat_kit._trace.report import Kind, Residuals
+from remat_kit._units import format_bytes
 
-_SHOWN = 30
+_SHOWN = 30  # buffers
+_LISTED = 4  # values in a sentence
+_NOTEWORTHY = 0.05  # of what was predicted
 
 # What JAX and XLA put in name stacks beside modules and scopes: transforms, loops, regions, calls.
 _TRANSFORM = re.compile(r"\w+\(.*\)")
@@ -19,6 +22,7 @@ _STRUCTURE = re.compile(
     r"while|body|cond|branch_\d+_fun|checkpoint|rematted_computation|remat\d?|closed_call|core_call|eval_jaxpr|"
     r"custom_(jvp|vjp)_call\w*|shard_map|shmap_body|vmap|scan"
 )
+_JVP = re.compile(r"jvp\([^()]*\)")
 _LEAF = re.compile(r"leaves\[(\d+)\]")
 
 
@@ -27,12 +31,11 @@ def held(timeline: Timeline, labels: Sequence[str], residuals: Residuals | None)
 
     Args:
       labels: names of the arguments' leaves.
-      residuals: the report whose names the buffers get where path, operation and size agree.
+      residuals: the report whose names the buffers get where path and size agree.
     """
-    names = _names(residuals)
     groups: dict[Held, Held] = {}
     for buffer in timeline.buffers:
-        one = _held(buffer, labels, names)
+        one = _held(buffer, labels, residuals)
         key = dataclasses.replace(one, bytes=0, path=re.sub(r"\d+", "{}", one.path))
         so_far = groups.get(key)
         if so_far is None:
@@ -50,17 +53,71 @@ def held_residuals(timeline: Timeline) -> int | None:
     return None if timeline.between is None else sum(b.bytes for b in timeline.handed_over)
 
 
+def differences(timeline: Timeline, residuals: Residuals | None) -> tuple[str, ...]:
+    """Why the compiled program holds another number of bytes for the backward pass than was predicted, as sentences.
+
+    Predicted residuals and buffers are matched by their number of elements, which layouts and stacking leave alone.
+    """
+    if residuals is None or timeline.between is None:
+        return ()
+    predicted = [e for e in residuals.entries if e.action is Kind.SAVED and not e.alias_of]
+    buffers = list(timeline.handed_over)
+    missing: list[tuple[str, int]] = []
+    narrowed: list[tuple[str, int]] = []
+    for e in sorted(predicted, key=lambda e: -e.bytes):
+        match = next((b for b in buffers if b.elements == math.prod(e.shape)), None)
+        if match is None:
+            missing.append((e.label, e.bytes))
+        else:
+            buffers.remove(match)
+            if match.bytes < e.bytes:
+                narrowed.append((e.label, e.bytes - match.bytes))
+    besides = [("/".join(filter(None, place(b.op_name))) or b.name, b.bytes) for b in buffers]
+    out = []
+    for title, found in (
+        ("Predicted residuals that the compiled program does not hold (XLA fuses or recomputes them)", missing),
+        ("Saved by holding predicted residuals before a conversion to a wider dtype", narrowed),
+        ("Held for the backward pass besides the predicted residuals", besides),
+    ):
+        total = sum(n for _, n in found)
+        if total > _NOTEWORTHY * residuals.total_bytes:
+            out.append(f"{title}: {format_bytes(total)}, {_listing(found)}.")
+    return tuple(out)
+
+
+def _listing(found: Sequence[tuple[str, int]]) -> str:
+    sums: dict[str, int] = {}
+    for label, n in found:
+        label = re.sub(r"\d+", "*", label) if len(found) > _LISTED else label
+        sums[label] = sums.get(label, 0) + n
+    largest = sorted(sums.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{label} ({format_bytes(n)})" for label, n in largest[:_LISTED])
+    return shown + (", ..." if len(largest) > _LISTED else "")
+
+
 def place(op_name: str) -> tuple[str, str]:
     """The module path and the operation in a name stack of HLO metadata.
 
     >>> place("jit(loss)/transpose(jvp(GPT))/while/body/layers/attention/query/dot_general")
     ('layers/attention/query', 'dot_general')
+
+    In a rematerialized region JAX writes the stack around it twice:
+
+    >>> place("jit(loss)/transpose(jvp(GPT))/layers_1/jvp(GPT)/layers_1/checkpoint/mlp/dot_general")
+    ('layers_1/mlp', 'dot_general')
     """
     scopes = _split(op_name)
-    if not scopes:
-        return "", ""
-    kept = [s for s in scopes[:-1] if not _TRANSFORM.fullmatch(s) and not _STRUCTURE.fullmatch(s) and "->" not in s]
-    return "/".join(kept), scopes[-1]
+    kept: list[str] = []
+    transforms = ""
+    for scope in scopes[:-1]:
+        if _TRANSFORM.fullmatch(scope):
+            again = _JVP.search(scope)
+            if again is not None and again[0] in transforms:
+                kept = []
+            transforms += scope
+        elif not _STRUCTURE.fullmatch(scope) and "->" not in scope:
+            kept.append(scope)
+    return "/".join(kept), scopes[-1] if scopes else ""
 
 
 def _split(op_name: str) -> list[str]:
@@ -74,28 +131,30 @@ def _split(op_name: str) -> list[str]:
     return [s for s in (*out, op_name[start:]) if s]
 
 
-def _names(residuals: Residuals | None) -> Mapping[tuple[str, str, int], str]:
+def _name(residuals: Residuals | None, path: str, elements: int) -> str:
+    """The checkpoint name of a buffer: that of the one named residual of its size nearest to its path.
+
+    A name may be given outside the module that made the value, or to a value on its way out of it.
+    """
     if residuals is None:
-        return {}
-    found: dict[tuple[str, str, int], str] = {}
+        return ""
+    found: dict[str, set[str]] = {}
     for e in residuals.entries:
-        if e.names:
-            found.setdefault(_key(e), ", ".join(e.names))
-    return found
+        short, long = sorted((f"{path}/" if path else "", f"{e.path}/" if e.path else ""), key=len)
+        if e.names and long.startswith(short) and math.prod(e.shape) == elements:
+            found.setdefault(e.path, set()).add(", ".join(e.names))
+    nearest = found[max(found, key=len)] if found else set()
+    return nearest.pop() if len(nearest) == 1 else ""
 
 
-def _key(e: Residual) -> tuple[str, str, int]:
-    return e.path, e.op, math.prod(e.shape)
-
-
-def _held(buffer: Buffer, labels: Sequence[str], names: Mapping[tuple[str, str, int], str]) -> Held:
+def _held(buffer: Buffer, labels: Sequence[str], residuals: Residuals | None) -> Held:
     path, op = place(buffer.op_name)
     if buffer.kind == "argument":
         leaf = _LEAF.fullmatch(buffer.op_name)
         name = labels[int(leaf[1])] if leaf and int(leaf[1]) < len(labels) else buffer.op_name
         path, op = "", "argument"
     else:
-        name = names.get((path, op, buffer.elements), "")
+        name = _name(residuals, path, buffer.elements) if buffer.phase == "forward" else ""
     source = f"{buffer.source[0]}:{buffer.source[1]}" if buffer.source else ""
     phase = "recomputed" if buffer.recomputed else buffer.phase
     return Held(buffer.bytes, buffer.shape, buffer.kind, phase, name, path, op or buffer.opcode, source)
