@@ -22,12 +22,11 @@ import optax
 import remat_kit as rk
 
 OFFLOAD = "save name=*_proj; offload name=mlpwi"  # attention's products stay, the MLP's wide ones go to the host
-POLICIES = ("none", "full", "dots", "dots_no_batch", OFFLOAD)
 
 
 @dataclass(frozen=True)
 class Config:
-    """A GPT by the size of GPT-2, its batch, and the largest batch to look for."""
+    """A GPT of the size of GPT-2, its batch, the largest batch to look for and its steps, policies to compare."""
 
     layers: int = 12
     batch: int = 16
@@ -37,10 +36,11 @@ class Config:
     vocab: int = 50304
     multiple: int = 8
     limit: int = 512
+    policies: tuple[str, ...] = ("none", "full", "dots", "dots_no_batch", OFFLOAD)
 
 
-SMALL = Config(layers=4, batch=4, length=64, width=64, heads=4, vocab=512, multiple=1, limit=64)
-SMALL_MEMORY = 16 * 2**20  # of an imagined device on which the small model is tight
+SMALL = Config(4, 4, 64, 64, 4, 512, multiple=1, limit=64, policies=("none", "full", "dots"))
+SMALL_MEMORY = 12 * 2**20  # of an imagined device that the small model does not fit into without remat
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,8 @@ def main(argv: list[str] | None = None) -> Answer:
     print(f"Parameters {bytes_of(params) / 2**20:.1f} MiB, optimizer state {bytes_of(state) / 2**20:.1f} MiB\n")
 
     # The optimizer's state lies in memory all the while: what is left is for the loss and its gradient.
-    policies = rk.compare(
-        loss, params, tokens, policies=args.policy or POLICIES, target=target, budget=memory - bytes_of(state)
-    )
+    budget = memory - bytes_of(state)
+    policies = rk.compare(loss, params, tokens, policies=args.policy or config.policies, target=target, budget=budget)
     policies.print()
     best = policies.best
     if not best:  # try the one that takes least: a smaller batch may fit

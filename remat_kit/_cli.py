@@ -103,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         help="one of them (repeatable); four presets without it",
     )
     _target_options(p)
+    p.add_argument("--step", action="store_true", help="compile fn as it is (a whole step), not its value and gradient")
     p.add_argument("--budget", type=_budget, help="peak to keep within: 14GiB, or a share of the memory such as 0.9")
     p.set_defaults(run=_compare)
 
@@ -226,6 +227,7 @@ def _compare(args: argparse.Namespace) -> int:
             argnums=args.argnums,
             has_aux=args.has_aux,
             budget=args.budget,
+            grad=not args.step,
             **chosen,
             **_target_settings(args, where),
             **kwargs,

@@ -9,7 +9,7 @@ import pytest
 import remat_kit as rk
 from remat_kit._cli import main
 from tests.by_hand import POLICIES, SMALL
-from tests.test_measure import OLD_CPU, W, X, compiled_by_hand, scanned
+from tests.test_measure import OLD_CPU, W, X, compiled_by_hand, scanned, sgd, unrolled
 
 OPTIMIZED = True
 
@@ -65,6 +65,14 @@ def test_overhead_is_against_no_remat_even_where_it_is_not_compared():
 def test_effects_are_told(comparison):
     assert comparison["full"].effect.against == "none" and comparison["full"].effect.peak_bytes > 0
     assert comparison["none"].effect is None
+
+
+def test_whole_steps():
+    step, state = sgd(unrolled)
+    policies = {"none": {"layer": "none"}, "full": {"layer": "full"}}
+    found = rk.compare(step, W, state, X, grad=False, policies=policies, target="cpu", keep_barriers=True)
+    assert found.rows[0].overhead == 0 < found.rows[1].overhead and not found.refused
+    assert found["full"].matmul_flops > found["none"].matmul_flops
 
 
 def test_a_policy_that_is_refused_is_a_line_not_the_end():

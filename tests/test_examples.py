@@ -1,4 +1,4 @@
-"""The examples in their short form: both train, and remat changes what is kept but not the training."""
+"""The examples in their short form: the trainings train, remat changes what is kept, and what fits is said to fit."""
 
 import importlib.util
 import sys
@@ -12,16 +12,16 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 @pytest.fixture(scope="module")
 def runs():
-    """Returns a function that runs an example once and gives its two results: without and with remat."""
+    """Returns a function that runs an example once and gives its result; a training's: without and with remat."""
     done = {}
 
-    def get(name):
+    def get(name, *options):
         if name not in done:
             spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
             sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
             try:
                 spec.loader.exec_module(module)
-                done[name] = module.main(["--small"])
+                done[name] = module.main(["--small", *options])
             finally:
                 del sys.modules[name]
         return done[name]
@@ -66,3 +66,24 @@ def test_vit_tells_digits_apart(runs):
     for run in runs("train_vit"):
         assert run.losses[-10:].mean() < run.losses[:10].mean() / 3
         assert run.val_accuracy > 0.6 and run.test_accuracy > 0.6  # by chance: 0.1
+
+
+def test_will_it_fit_finds_a_policy_and_the_largest_batch_that_fit(runs):
+    answer = runs("will_it_fit", "--target", "cpu")
+    table = answer.policies
+    rows = {row.name: row for row in table.rows}
+    assert rows.keys() == {"none", "full", "dots"}
+    assert not rows["none"].within and rows["full"].within and rows[table.best].within
+    assert rows["full"].measurement.peak_bytes < rows["none"].measurement.peak_bytes
+
+    largest = answer.largest
+    assert largest.batch >= 4 and largest.next_batch == largest.batch + 1
+    assert largest.measurement.peak_bytes <= largest.budget_bytes < largest.next_measurement.peak_bytes
+
+
+def test_will_it_fit_measures_the_whole_step_with_donation(runs):
+    answer = runs("will_it_fit", "--target", "cpu")
+    gradient, step = answer.policies[answer.policies.best], answer.step
+    assert step.alias_bytes > 2.9 * gradient.output_bytes  # parameters and both moments of Adam
+    assert step.argument_bytes > 2.9 * gradient.output_bytes
+    assert step.peak_bytes <= answer.largest.budget_bytes

@@ -1,5 +1,6 @@
 """measure: XLA's own figures, for programs of every kind, on the CPU and on chips that are not here."""
 
+import dataclasses
 import functools
 import json
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from flax import nnx
 
 import remat_kit as rk
+from remat_kit._trace.report import Kind
 from tests import by_hand
 
 OPTIMIZED = True
@@ -308,3 +310,19 @@ def test_asking_again_is_answered_from_the_cache(monkeypatch):
     monkeypatch.setattr(remote, "compile_remotely", None)
     again = rk.measure(scanned, W, X, policy="full", target="tpu:v6e")
     assert again.cached and again.peak_bytes == first.peak_bytes and again.held == first.held
+
+
+# What is said of two measurements --------------------------------------------------------------------
+
+
+def test_a_dropped_offload_is_said():
+    from remat_kit._target.effect import offload_findings
+
+    found = rk.measure(scanned, W, X, policy="full", target="cpu")
+    kept = rk.residuals(scanned, W, X)
+    moved = tuple(dataclasses.replace(e, action=Kind.OFFLOADED) for e in kept.entries if e.action is Kind.SAVED)
+    report = dataclasses.replace(kept, entries=moved)
+    on_gpu = dataclasses.replace(found, platform="cuda", residuals=report, host_bytes=0)
+    assert any("Offload dropped" in f for f in offload_findings(on_gpu))
+    assert not offload_findings(dataclasses.replace(on_gpu, host_bytes=report.host_bytes))
+    assert not offload_findings(dataclasses.replace(on_gpu, residuals=kept))

@@ -69,7 +69,7 @@ def test_what_xla_does_not_hold_is_said():
     args = (jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32))
     m = rk.measure(loss, *args, target="cpu")
     assert m.held_residual_bytes < m.predicted_bytes
-    assert any("does not hold" in note and "mul" in note for note in m.notes)
+    assert any("does not hold" in note and "mul" in note for note in m.differences)
 
 
 def test_a_forward_pass_alone_hands_nothing_over():

@@ -22,7 +22,7 @@ def print_comparison(c: Comparison, console: Console | None = None) -> None:
     table(console, columns, rows, right=range(1, len(columns) - 2), bold=[r.name == c.best for r in c.rows])
     line(
         console,
-        "kept: predicted; peak, temp, host: compiled; FLOPs: beyond those without remat, counted from the jaxpr;",
+        "kept: predicted; peak, temp, host: compiled; FLOPs: beyond those without remat, counted;",
     )
     line(console, "step: timed, median" if timed else "step: the roofline's, a lower bound (predicted)")
     if c.best:

@@ -35,7 +35,7 @@ def print_measurement(m: Measurement, console: Console | None = None, *, top: in
         figure_table(console, _effect(m))
         for finding in m.effect.findings:
             line(console, printable(finding), style="yellow")
-    for note in m.notes:
+    for note in (*m.differences, *m.notes):
         line(console, f"note: {printable(note)}", style="yellow")
 
 
@@ -68,7 +68,11 @@ def _head(m: Measurement) -> Iterable[tuple[str, str]]:
 def _memory(m: Measurement) -> Iterable[tuple[str, str, str]]:
     rows = [
         ("peak", m.peak_bytes, "compiled" if m.temp_bytes is not None else "what the compiler says it would need"),
-        ("temporary", m.temp_bytes, "compiled"),
+        (
+            "temporary",
+            m.temp_bytes,
+            "compiled" if (m.temp_bytes or 0) <= m.peak_bytes else "compiled; not all at one time",
+        ),
         ("arguments", m.argument_bytes, "compiled"),
         ("outputs", m.output_bytes, "compiled"),
         ("aliased", m.alias_bytes, "compiled; outputs that lie in donated arguments"),
@@ -87,15 +91,15 @@ def _memory(m: Measurement) -> Iterable[tuple[str, str, str]]:
 
 def _cost(m: Measurement) -> Iterable[tuple[str, str, str]]:
     exact = "" if m.flops_exact else "; at least, see the note"
-    over = " over all devices" if m.devices > 1 else ""
+    over, one = (", over all devices", ", on one device") if m.devices > 1 else ("", "")
     yield "FLOPs", format_flops(m.flops), f"counted from the jaxpr, with trip counts{over}{exact}"
-    yield "in matrix products", format_flops(m.counted_matmul_flops), f"counted from the jaxpr, with trip counts{over}"
+    yield "matrix products", format_flops(m.counted_matmul_flops), f"counted likewise, what of these they take{over}"
     if m.matmul_flops is not None:
-        yield "in matrix products", format_flops(m.matmul_flops), "compiled, with trip counts"
+        yield "matrix products", format_flops(m.matmul_flops), f"compiled, with trip counts{one}"
     if m.xla_flops is not None:
-        yield "FLOPs", format_flops(int(m.xla_flops)), "XLA's count; loop bodies once"
+        yield "FLOPs", format_flops(int(m.xla_flops)), f"XLA's count, loop bodies once{one}"
     if m.bytes_accessed is not None:
-        yield "memory traffic", format_bytes(m.bytes_accessed), "compiled, with trip counts"
+        yield "memory traffic", format_bytes(m.bytes_accessed), f"compiled, with trip counts{one}"
     if m.timing is not None:
         t = m.timing
         spread = f"{format_seconds(t.low)} to {format_seconds(t.high)}"
@@ -112,7 +116,7 @@ def _effect(m: Measurement) -> Iterable[tuple[str, str, str]]:
     yield "residuals", _change(-e.predicted_bytes), "predicted"
     yield "peak", _change(-e.peak_bytes), "compiled"
     for flops, origin in ((e.counted_flops, "counted from the jaxpr"), (e.flops, "compiled")):
-        yield "in matrix products", ("+" if flops >= 0 else "-") + format_flops(abs(flops)), origin
+        yield "matrix products", ("+" if flops >= 0 else "-") + format_flops(abs(flops)), origin
 
 
 def _change(n: int) -> str:
@@ -137,7 +141,7 @@ def _print_held(console: Console, held: tuple[Held, ...], top: int) -> None:
                 printable(h.source.rsplit("/", 1)[-1]),
             ]
         )
-    table(console, columns, rows, right=(0,))
+    table(console, columns, rows, right=(0,), whole=(3, 4, 5))
     rest = held[top:]
     if rest:
         line(console, f"... and {len(rest)} more ({format_bytes(sum(h.bytes for h in rest))})", style="dim")

@@ -31,19 +31,21 @@ def table(
     rows: Sequence[Sequence[str]],
     *,
     right: Iterable[int] = (),
+    whole: Iterable[int] = (),
     bold: Sequence[bool] = (),
 ) -> None:
     """Prints a table that folds its text to the console's width.
 
     Args:
       right: which columns are figures.
+      whole: which other columns are not folded.
       bold: which rows stand out.
     """
-    figures = set(right)
+    figures, unfolded = set(right), {*right, *whole}
     out = Table(box=frame(console), show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for i, title in enumerate(columns):
         justify = "right" if i in figures else "left"
-        out.add_column(Text(title), justify=justify, no_wrap=i in figures, overflow="fold")
+        out.add_column(Text(title), justify=justify, no_wrap=i in unfolded, overflow="fold")
     for i, row in enumerate(rows):
         out.add_row(*map(Text, row), style="bold" if i < len(bold) and bold[i] else "")
     console.print(out)

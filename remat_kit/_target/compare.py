@@ -14,7 +14,7 @@ from remat_kit._target.compile import TIMEOUT
 from remat_kit._target.effect import effect
 from remat_kit._target.measure import Setting, measured
 from remat_kit._target.measurement import Measurement
-from remat_kit._target.step import gradient_step
+from remat_kit._target.step import Step, gradient_step, step_as_written
 from remat_kit._target.target import Target
 
 
@@ -24,6 +24,7 @@ def compare(
     policies: Sequence[Policies] | Mapping[str, Policies] = ("none", "full", "dots", "dots_no_batch"),
     target: str | Target = "local",
     budget: int | float | str | None = None,
+    grad: bool = True,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     time: bool = False,
@@ -33,10 +34,11 @@ def compare(
     progress: bool | None = None,
     **kwargs: Any,
 ) -> Comparison:
-    """Compiles the gradient of a loss under several policies for one target.
+    """Compiles the gradient of a loss, or a whole step, under several policies for one target.
 
     Args:
-      fun, args, kwargs, target, argnums, has_aux, time, keep_barriers, compiler_options, timeout: as in `measure`.
+      fun, args, kwargs, target, grad, argnums, has_aux, time, keep_barriers, compiler_options, timeout: as in
+        `measure`.
       policies: what `apply` takes, each; or a mapping of names of your own to them.
       budget: peak bytes to keep within: an int, ``"14GiB"``, or a share of the target's memory such as ``0.9``; all of
         it by default.
@@ -58,7 +60,9 @@ def compare(
     refused: dict[str, str] = {}
     last: RematError | None = None
 
-    def step(policy: Policies) -> Any:
+    def step(policy: Policies) -> Step:
+        if not grad:
+            return step_as_written(fun, args, kwargs, policy, setting.target)
         return gradient_step(fun, args, kwargs, policy, argnums, has_aux, setting.target)
 
     for name in track(named, f"compiling for {setting.target}", progress):
@@ -70,7 +74,10 @@ def compare(
     if last is not None and not found:
         raise last
     base = next((m for name, m in found.items() if _removes_remat(named[name])), None)
-    flops = base.flops if base is not None else step("none").cost.flops
+    if base is not None:
+        flops = base.flops
+    else:
+        flops = step("none").cost.flops if grad else min(m.flops for m in found.values())
     if base is not None:
         found = {
             n: m if m is base else dataclasses.replace(m, effect=effect(base, m, keep_barriers))

@@ -16,7 +16,8 @@ class ComparisonRow:
     Attributes:
       name: the policy, as it was given.
       measurement: what it compiles to.
-      overhead: FLOPs of the step beyond those without remat, as a share of them. *Counted* from the jaxpr.
+      overhead: FLOPs of the step beyond those without remat (of a whole step: beyond the fewest), as a share of them.
+        *Counted* from the jaxpr.
       within: whether the peak is within the budget.
       dominated_by: the name of a policy with no larger peak, time and FLOPs, and one of them smaller; or empty.
     """

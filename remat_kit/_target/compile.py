@@ -103,13 +103,14 @@ def compile_lowered(
     found = _read(cache.load(name))
     if found is not None:
         return found
+    start = time.perf_counter()
     try:
         compiled = _here(lowered, options) if target.attached else _there(bytecode, target, options, timeout)
     except (remote.CompilerError, jax.errors.JaxRuntimeError) as e:
         oom = out_of_memory(str(e))
         if oom is None:
             raise RematError(f"XLA cannot compile the program for {target}: {_first_line(e)}") from None
-        compiled = Compiled({}, None, "", 0.0, oom=oom)
+        compiled = Compiled({}, None, "", time.perf_counter() - start, oom=oom)
     cache.store(name, {k: v for k, v in dataclasses.asdict(compiled).items() if k != "cached"})
     return compiled
 
@@ -159,7 +160,8 @@ def out_of_memory(message: str) -> OutOfMemory | None:
         int(float(number) * 1024 ** " KMGT".index(unit or " "))
         for number, unit in (found.group(1, 2), found.group(3, 4))
     )
-    return OutOfMemory(required, available, _first_line(message))
+    said = _first_line(message)
+    return OutOfMemory(required, available, said[said.find("Ran out of") :] if "Ran out of" in said else said)
 
 
 def _first_line(error: object) -> str:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import jax
+
 from remat_kit._target.measurement import Effect, Measurement
 from remat_kit._units import format_bytes, format_flops
 
 _NOTHING = 0.05  # less than this share of what was predicted is nothing
 _MOST = 0.5
+# Expands the barriers around recomputation before it removes common subexpressions (seen on 0.10.2, not on 0.12.0.1).
+_MERGES = jax.__version_info__ < (0, 11)
 
 
 def effect(before: Measurement, after: Measurement, keep_barriers: bool = False) -> Effect:
     """Compares two measurements of one step on one target: `before` under another policy than `after`.
 
     Args:
-      keep_barriers: whether they were compiled so that the CPU's compiler keeps recomputation apart. That of JAX 0.10.2
-        expands the barriers around it before it removes common subexpressions.
+      keep_barriers: whether they were compiled so that the CPU's compiler keeps recomputation apart.
     """
     kept = (before.predicted_bytes or 0) - (after.predicted_bytes or 0)
     fell = before.peak_bytes - after.peak_bytes
@@ -23,8 +26,8 @@ def effect(before: Measurement, after: Measurement, keep_barriers: bool = False)
     found: list[str] = []
     if before.fits is not False or before.temp_bytes is not None:  # else there are no compiled figures to compare
         found = [*_memory(before, after, kept, fell), *_products(counted, grew)]
-    if found and after.platform == "cpu" and not keep_barriers and grew < _MOST * counted:
-        found.append("keep_barriers=True keeps recomputation apart on the CPU.")
+    if found and after.platform == "cpu" and not keep_barriers and _MERGES:
+        found.append("The CPU compiler of this JAX merges recomputation outside loops: try keep_barriers=True.")
     return Effect(before.policy, kept, fell, counted, grew, tuple(found))
 
 

@@ -55,10 +55,11 @@ class MaxBatch:
         beyond = ""
         if self.next_measurement is not None:
             beyond = f"; a batch of {self.next_batch} takes {format_bytes(self.next_measurement.peak_bytes)}"
+        under = "" if self.policy == "as written" else f" under {self.policy}"
         if self.measurement is None:
-            return f"No batch fits into {limit} under {self.policy}{beyond}."
+            return f"No batch fits into {limit}{under}{beyond}."
         return (
-            f"The largest batch within {limit} under {self.policy} is {self.batch}: peak "
+            f"The largest batch within {limit}{under} is {self.batch}: peak "
             f"{format_bytes(self.measurement.peak_bytes)}{beyond} (compiled)."
         )
 
@@ -129,16 +130,7 @@ def max_batch(
         m = found[units]
         return m.fits is not False and m.peak_bytes <= allowed
 
-    low, high, predicted = 0, top + 1, 0  # `low` fits (or is nothing), `high` does not (or is beyond the limit)
-    guess = 1
-    while high - low > 1:
-        if fits(guess):
-            low = guess
-        else:
-            high = guess
-        guess = _next(found, low, high, allowed)
-        if len(found) == 2 and high > top:
-            predicted = guess
+    low, high, predicted = _search(fits, lambda u: found[u].peak_bytes, top, allowed)
     last, beyond = found.get(low), found.get(high)
     text = next(iter(found.values())).policy
     return MaxBatch(
@@ -161,22 +153,35 @@ def _made(make: Callable[[int], Any], n: int) -> tuple[Any, tuple[Any, ...], dic
     return made[0], made[1], dict(made[2]) if len(made) == 3 else {}
 
 
-def _next(found: Mapping[int, Measurement], low: int, high: int, allowed: int) -> int:
-    """The size to compile next, above `low` and below `high`.
+def _search(fits: Callable[[int], bool], peak: Callable[[int], int], top: int, allowed: int) -> tuple[int, int, int]:
+    """The largest size that fits and the next one, by few trials, and what the first two of them predicted.
 
-    Where the line through the nearest two peaks meets the budget; the middle once several compiles have not met it.
+    From where the line through the peaks of 1 and 2 meets the budget, in growing steps until the answer lies between
+    two trials (compilers save memory by themselves when it gets tight, so the line bends there), then halving.
     """
-    if low + 1 >= high:
-        return low
-    sizes = sorted(found, key=lambda u: abs(found[u].peak_bytes - allowed))[:2]
-    if len(sizes) < 2:
-        return min(low + 1, high - 1)
-    (a, b) = sorted(sizes)
-    slope = (found[b].peak_bytes - found[a].peak_bytes) / (b - a)
-    if slope <= 0 or len(found) > 8:
-        guess = min(2 * low, (low + high) // 2) if low else high // 2
-    else:
-        guess = a + int((allowed - found[a].peak_bytes) // slope)
-    if high in found and guess >= high:
-        guess = high - 1
-    return max(low + 1, min(guess, high - 1))
+    if not fits(1):
+        return 0, 1, 0
+    if top == 1 or not fits(2):
+        return 1, 2, 0
+    slope = peak(2) - peak(1)
+    predicted = top if slope <= 0 else 1 + (allowed - peak(1)) // slope
+    low, high, step, at = 2, top + 1, 1, min(max(predicted, 3), top)
+    rising: bool | None = None
+    while low < at < high:
+        if fits(at):
+            low = at
+            if rising is False:
+                break
+            rising, at = True, at + step
+        else:
+            high = at
+            if rising is True:
+                break
+            rising, at = False, at - step
+        step *= 2
+        if rising and at > top:  # the last one that is allowed
+            at = top
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low, high, predicted

@@ -199,7 +199,7 @@ def _figures(step: Step, target: Target, compiled: compiling.Compiled) -> Measur
         held=reconcile.held(timeline, step.labels, step.residuals),
         held_residual_bytes=reconcile.held_residuals(timeline),
         # Over several devices the residuals are known as a whole only.
-        notes=reconcile.differences(timeline, step.residuals) if module.num_partitions == 1 else (),
+        differences=reconcile.differences(timeline, step.residuals) if module.num_partitions == 1 else (),
     )
 
 

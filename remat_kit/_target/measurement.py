@@ -112,6 +112,7 @@ class Measurement:
       held: the largest buffers at the peak, largest first.
       held_residual_bytes: what the forward pass leaves in device memory for the backward pass, compiled: temporary
         buffers made by the forward pass that are live when the backward pass begins. None where it cannot be told.
+      differences: sentences: why `held_residual_bytes` is not what `residuals` predicts.
       effect: what the policy did, where asked.
       timing: measured seconds, where asked.
       notes: sentences that a reader of the figures must know.
@@ -143,6 +144,7 @@ class Measurement:
     residuals: Residuals | None = None
     held: tuple[Held, ...] = ()
     held_residual_bytes: int | None = None
+    differences: tuple[str, ...] = ()
     effect: Effect | None = None
     timing: Timing | None = None
     notes: tuple[str, ...] = ()
@@ -180,6 +182,7 @@ class Measurement:
             **data,
             "headroom_bytes": self.headroom_bytes,
             "predicted_bytes": self.predicted_bytes,
+            "differences": list(self.differences),
             "notes": list(self.notes),
         }
 

@@ -131,17 +131,19 @@ def _split(op_name: str) -> list[str]:
     return [s for s in (*out, op_name[start:]) if s]
 
 
-def _name(residuals: Residuals | None, path: str, elements: int) -> str:
-    """The checkpoint name of a buffer: that of the one named residual of its size nearest to its path.
+def _name(residuals: Residuals | None, path: str, op: str, elements: int) -> str:
+    """The checkpoint name of a buffer: that of the one named residual of its size at its path.
 
-    A name may be given outside the module that made the value, or to a value on its way out of it.
+    A name may be given outside the module that made the value, or to a value on its way out of it; JAX rounds what it
+    saves there (`reduce_precision`), which tells such a buffer.
     """
-    if residuals is None:
+    if residuals is None or not path:
         return ""
     found: dict[str, set[str]] = {}
     for e in residuals.entries:
-        short, long = sorted((f"{path}/" if path else "", f"{e.path}/" if e.path else ""), key=len)
-        if e.names and long.startswith(short) and math.prod(e.shape) == elements:
+        short, long = sorted((f"{path}/", f"{e.path}/"), key=len)
+        near = e.path == path or (op == "reduce_precision" and long.startswith(short))
+        if e.names and near and math.prod(e.shape) == elements:
             found.setdefault(e.path, set()).add(", ".join(e.names))
     nearest = found[max(found, key=len)] if found else set()
     return nearest.pop() if len(nearest) == 1 else ""
@@ -154,7 +156,7 @@ def _held(buffer: Buffer, labels: Sequence[str], residuals: Residuals | None) ->
         name = labels[int(leaf[1])] if leaf and int(leaf[1]) < len(labels) else buffer.op_name
         path, op = "", "argument"
     else:
-        name = _name(residuals, path, buffer.elements) if buffer.phase == "forward" else ""
+        name = _name(residuals, path, op, buffer.elements) if buffer.phase == "forward" else ""
     source = f"{buffer.source[0]}:{buffer.source[1]}" if buffer.source else ""
     phase = "recomputed" if buffer.recomputed else buffer.phase
     return Held(buffer.bytes, buffer.shape, buffer.kind, phase, name, path, op or buffer.opcode, source)
