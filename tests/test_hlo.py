@@ -294,6 +294,36 @@ def test_traffic_of_an_unrolled_program():
     assert hlo_cost.traffic(module).host == 0
 
 
+@pytest.mark.parametrize("program", ["gradient", "scanned"])
+def test_roofline_is_of_each_instruction_by_itself(program):
+    _, module = globals()[program]()
+    flops, moved = hlo_cost.flops(module), hlo_cost.traffic(module).device
+    endless = float("inf")
+    assert hlo_cost.roofline(module, lambda dtype: 1e6, endless) == pytest.approx(flops / 1e6)
+    assert hlo_cost.roofline(module, lambda dtype: endless, 1e6) == pytest.approx(moved / 1e6)
+    both = hlo_cost.roofline(module, lambda dtype: flops, moved)  # one second each
+    assert 1 < both <= 2  # elementwise work is bound by memory, products by arithmetic
+    with pytest.raises(KeyError):
+        hlo_cost.roofline(module, {"bfloat16": 1.0}.__getitem__, 1.0)  # the products are of float32
+
+
+def test_roofline_lets_asynchronous_copies_run_beside():
+    text = """HloModule m, is_scheduled=true
+
+ENTRY %main (a: f32[64,64], b: f32[64,64]) -> f32[64,64] {
+  %a = f32[64,64]{1,0} parameter(0)
+  %b = f32[64,64]{1,0} parameter(1)
+  %start = (f32[64,64]{1,0:S(1)}, f32[64,64]{1,0}, u32[]) copy-start(%b)
+  %dot = f32[64,64]{1,0:S(1)} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %done = f32[64,64]{1,0:S(1)} copy-done(%start)
+  ROOT %out = f32[64,64]{1,0:S(1)} add(%dot, %done)
+}
+"""
+    module, size, flops = hlo.parse(text), 4 * 64 * 64, 2 * 64**3
+    assert hlo_cost.roofline(module, lambda dtype: flops, size) == pytest.approx(3)  # a twice, b beside it
+    assert hlo_cost.roofline(module, lambda dtype: flops / 5, size) == pytest.approx(5)
+
+
 def test_traffic_of_slices_updates_and_memory_spaces():
     row, array = 4 * 128, 4 * 64 * 128
     text = """HloModule m, is_scheduled=true

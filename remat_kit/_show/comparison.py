@@ -24,7 +24,7 @@ def print_comparison(c: Comparison, console: Console | None = None) -> None:
         console,
         "kept: predicted; peak, temp, host: compiled; FLOPs: beyond those without remat, counted;",
     )
-    line(console, "step: timed, median" if timed else "step: the roofline's, a lower bound (predicted)")
+    line(console, "step: timed, median" if timed else "step: the roofline's, at the chip's limits (predicted)")
     if c.best:
         line(console, f"Best within the budget: {printable(c.best)}", style="green")
     else:

@@ -107,7 +107,7 @@ def _cost(m: Measurement) -> Iterable[tuple[str, str, str]]:
         if t.peak_bytes is not None:
             yield "in use at most", format_bytes(t.peak_bytes), "the allocator's high-water mark in this process"
     if m.roofline_seconds is not None:
-        yield "step", format_seconds(m.roofline_seconds), "predicted by the roofline; at least"
+        yield "step", format_seconds(m.roofline_seconds), "predicted by the roofline, at the chip's limits"
 
 
 def _effect(m: Measurement) -> Iterable[tuple[str, str, str]]:

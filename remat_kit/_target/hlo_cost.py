@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from remat_kit._target import hlo_loops, sharing
 from remat_kit._target.hlo import Computation, Instruction, Module
@@ -38,12 +38,8 @@ def products(module: Module) -> dict[str, int]:
     times = hlo_loops.runs(module)
     found: dict[str, int] = {}
     for computation in module.computations.values():
-        for i in computation.instructions:
-            n = _flops(computation, i)
-            if n:
-                dtype = computation.operands(i)[0].shape.dtype
-                dtype = _DTYPES.get(dtype, dtype)
-                found[dtype] = found.get(dtype, 0) + times[computation.name] * n
+        for dtype, n in _products(computation).items():
+            found[dtype] = found.get(dtype, 0) + times[computation.name] * n
     return found
 
 
@@ -58,6 +54,46 @@ _DTYPES |= {"bf16": "bfloat16", "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e
 def flops(module: Module) -> int:
     """FLOPs of all matrix products, see `products`."""
     return sum(products(module).values())
+
+
+def roofline(module: Module, rate: Callable[[str], float], bandwidth: float) -> float:
+    """Seconds of one run on one device, if every instruction ran at the limits of the hardware.
+
+    Each takes the slower of its matrix products at peak rate and its memory traffic at full bandwidth, one after the
+    other (Williams, Waterman and Patterson 2009, "Roofline", instruction by instruction). Asynchronous copies run
+    beside them. What no product and no memory limits is not seen: latencies, elementwise arithmetic, collectives.
+
+    Args:
+      rate: FLOP/s of matrix products by dtype.
+      bandwidth: bytes per second of the device's memory.
+    """
+    times = hlo_loops.runs(module)
+    inside: dict[str, dict[str, int]] = {}
+
+    def within(computation: Computation) -> dict[str, int]:
+        """The products of a computation and of those that it calls."""
+        if computation.name not in inside:
+            total = dict(_products(computation))
+            for i in computation.instructions:
+                for callee in module.called(i):
+                    for dtype, n in within(callee).items():
+                        total[dtype] = total.get(dtype, 0) + n
+            inside[computation.name] = total
+        return inside[computation.name]
+
+    seconds = moving = 0.0
+    for computation in _scheduled(module):
+        for i in computation.instructions:
+            if _is_free(i):
+                continue
+            moved = [*_read(module, computation, i), *_written(module, computation, i)]
+            memory = sum(b for b, space in moved if space == DEVICE) / bandwidth
+            products = [_product(computation, i), *(p for c in module.called(i) for p in within(c).items())]
+            computing = sum(n / rate(dtype) for dtype, n in products if n)
+            moving += times[computation.name] * memory
+            if module.called(i) or not sharing.starts(i.opcode):  # else a copy that the next ones need not wait for
+                seconds += times[computation.name] * max(computing, memory)
+    return max(seconds, moving)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +133,7 @@ def traffic(module: Module) -> Traffic:
     read, written = [0, 0], [0, 0]
     for computation in _scheduled(module):
         for i in computation.instructions:
-            if i.opcode in _FREE or i.opcode.endswith(("-done", "-update")) or i.custom_call_target in _FREE_TARGETS:
+            if _is_free(i):
                 continue
             for total, moved in ((read, _read(module, computation, i)), (written, _written(module, computation, i))):
                 for n, space in enumerate((DEVICE, HOST)):
@@ -105,7 +141,27 @@ def traffic(module: Module) -> Traffic:
     return Traffic(read[0], written[0], read[1], written[1])
 
 
+def _is_free(i: Instruction) -> bool:
+    return i.opcode in _FREE or i.opcode.endswith(("-done", "-update")) or i.custom_call_target in _FREE_TARGETS
+
+
 # --- FLOPs of one instruction ---
+
+
+def _products(computation: Computation) -> dict[str, int]:
+    """FLOPs of a computation's own products, by dtype."""
+    found: dict[str, int] = {}
+    for i in computation.instructions:
+        dtype, n = _product(computation, i)
+        if n:
+            found[dtype] = found.get(dtype, 0) + n
+    return found
+
+
+def _product(computation: Computation, i: Instruction) -> tuple[str, int]:
+    n = _flops(computation, i)
+    dtype = computation.operands(i)[0].shape.dtype if n else ""
+    return _DTYPES.get(dtype, dtype), n
 
 
 def _flops(computation: Computation, i: Instruction) -> int:

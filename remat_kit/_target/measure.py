@@ -191,7 +191,7 @@ def _figures(step: Step, target: Target, compiled: compiling.Compiled) -> Measur
         xla_flops=cost.get("flops"),
         xla_bytes_accessed=cost.get("bytes accessed"),
         bytes_accessed=traffic.device,
-        roofline_seconds=_roofline(target, products, traffic),
+        roofline_seconds=_roofline(target, module, traffic),
         compile_seconds=compiled.seconds,
         cached=compiled.cached,
         devices=module.num_partitions,
@@ -212,12 +212,12 @@ def _on_chip(m: Measurement) -> list[str]:
     return ["The TPU compiler's peak counts on-chip memory too, which shows in a program as small as this one."]
 
 
-def _roofline(target: Target, products: Mapping[str, int], traffic: hlo_cost.Traffic) -> float | None:
+def _roofline(target: Target, module: hlo.Module, traffic: hlo_cost.Traffic) -> float | None:
     chip = target.chip
     if chip is None:
         return None
-    computing = sum(flops / chip.peak(dtype) for dtype, flops in products.items())
-    return max(computing, traffic.device / chip.bandwidth, traffic.host / chip.host_bandwidth)
+    # Transfers to and from the host run beside the rest.
+    return max(hlo_cost.roofline(module, chip.peak, chip.bandwidth), traffic.host / chip.host_bandwidth)
 
 
 def _without_figures(step: Step, target: Target, compiled: compiling.Compiled) -> Measurement:

@@ -103,8 +103,9 @@ class Measurement:
       matmul_flops: those of the compiled program's matrix products, on one device.
       xla_flops, xla_bytes_accessed: XLA's own counts, on one device, loop bodies counted once; None where it has none.
       bytes_accessed: main memory traffic of the compiled program's instructions, on one device.
-      roofline_seconds: what the slower of `matmul_flops` at peak rate and `bytes_accessed` at full bandwidth takes; a
-        lower bound on a step's time. None for hardware without known figures.
+      roofline_seconds: a step's time if each instruction took the slower of its matrix products at the chip's peak rate
+        and its memory traffic at full bandwidth, transfers to the host beside them; no chip is as fast. None for
+        hardware without known figures.
       compile_seconds: what compiling took (when it was compiled, if `cached`).
       cached: whether an earlier compile of the same program answered.
       devices: how many devices the program is split over.
