@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 WITH ?=
 # On more cores than this the tests gain little and take a process with JAX for each.
-PYTEST_ARGS ?= -n auto --maxprocesses 8
+PYTEST_ARGS ?= -n auto --maxprocesses 8 -rs
 
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check

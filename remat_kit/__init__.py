@@ -26,11 +26,16 @@ from remat_kit._reports import residuals as residuals
 from remat_kit._reports import trace as trace
 from remat_kit._target.compare import compare as compare
 from remat_kit._target.comparison import Comparison as Comparison
+from remat_kit._target.comparison import ComparisonRow as ComparisonRow
 from remat_kit._target.max_batch import MaxBatch as MaxBatch
 from remat_kit._target.max_batch import max_batch as max_batch
 from remat_kit._target.measure import measure as measure
+from remat_kit._target.measurement import Effect as Effect
+from remat_kit._target.measurement import Held as Held
 from remat_kit._target.measurement import Measurement as Measurement
+from remat_kit._target.measurement import Timing as Timing
 from remat_kit._target.target import Target as Target
+from remat_kit._target.target import TargetInfo as TargetInfo
 from remat_kit._target.target import target as target
 from remat_kit._target.target import targets as targets
 from remat_kit._trace.program import Block as Block
@@ -59,4 +64,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    public = {name for name in globals() if not name.startswith("_")}
+    return sorted((public | {*_LAZY, "__version__"}) - {"annotations", "importlib", "Any", "TYPE_CHECKING"})

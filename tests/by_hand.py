@@ -45,7 +45,7 @@ LARGE = {"layers": 8, "batch": 8, "length": 1024, "width": 1024, "heads": 16, "d
 
 
 def gpt(policy, devices=None, **sizes):
-    """The zoo's GPT, each scanned layer in a `jax.checkpoint` of Flax's own."""
+    """The zoo's GPT with a policy applied; what is by hand here is the compile (in `layers` the remat is, too)."""
     fn, args = rk.zoo.gpt(**(sizes or SMALL), abstract=True)
     return jax.value_and_grad(rk.apply(fn, policy)), args
 

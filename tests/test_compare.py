@@ -1,5 +1,6 @@
 """compare and max_batch: policies side by side, the largest batch; and their command lines."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,6 +9,8 @@ import pytest
 
 import remat_kit as rk
 from remat_kit._cli import main
+from remat_kit._target.compare import _dominating
+from remat_kit._target.max_batch import _search
 from tests.by_hand import POLICIES, SMALL
 from tests.test_measure import OLD_CPU, W, X, compiled_by_hand, scanned, sgd, unrolled
 
@@ -42,18 +45,21 @@ def test_the_best_within_a_budget(comparison):
         assert ("No policy keeps within" in str(found)) == (not within)
 
 
-def test_dominated_policies_are_pointed_out():
-    # On the CPU there is no roofline: what is smaller and computes no more wins.
-    found = rk.compare(
-        scanned, W, X, policies={"dots": "dots", "again": "save op=dot_general", "none": "none"}, target="cpu"
-    )
-    by_name = {r.name: r for r in found.rows}
-    assert by_name["dots"].dominated_by == by_name["again"].dominated_by == ""  # equal ones do not dominate each other
-    worse = rk.compare(scanned, W, X, policies={"dots": "dots", "most": "save op=dot_general|sin"}, target="cpu")
-    peaks = [r.measurement.peak_bytes for r in worse.rows]
-    flops = [r.measurement.flops for r in worse.rows]
-    dominates = peaks[0] <= peaks[1] and flops[0] <= flops[1]
-    assert bool({r.name: r for r in worse.rows}["most"].dominated_by) == dominates
+def test_dominated_policies_are_pointed_out(comparison):
+    none, full = comparison["none"], comparison["full"]
+    worse = dataclasses.replace(full, peak_bytes=full.peak_bytes + 1)
+    found = {"full": full, "again": full, "worse": worse, "none": none}
+    assert [_dominating(name, found) for name in found] == ["", "", "full", ""]  # equal ones do not dominate each other
+    no_room = dataclasses.replace(full, fits=False, peak_bytes=1)
+    assert _dominating("full", {"full": full, "no room": no_room}) == ""
+
+
+def test_only_a_policy_for_all_blocks_is_without_remat():
+    def loss(w, x):
+        return scanned(w, x) + scanned(2 * w, x)
+
+    found = rk.compare(loss, W, X, policies={"some": {"scan": "none"}, "full": "full"}, target="cpu")
+    assert found["full"].effect is None and found.rows[1].overhead > 0 == found.rows[0].overhead
 
 
 def test_overhead_is_against_no_remat_even_where_it_is_not_compared():
@@ -165,6 +171,31 @@ def test_batches_that_are_multiples():
     found = rk.max_batch(make, target="cpu", budget=budget, multiple=32)
     assert found.batch % 32 == 0 and found.next_batch == found.batch + 32
     assert found.measurement.peak_bytes <= budget < found.next_measurement.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "peak, trials",
+    [
+        (lambda n: 1000 + 10 * n, 4),  # a line: two to predict, two to confirm
+        (lambda n: 1000 + 10 * n + n * 7919 % 13, 12),
+        (lambda n: 1000 + 10 * n if n < 50 else 1500 + 6 * (n - 50), 12),  # XLA saves memory by itself
+        (lambda n: 1000 + 10 * n if n < 50 else 1500 + 15 * (n - 50), 12),
+        (lambda n: 1000 + 80 * -(-n // 8), 16),  # sizes padded to 8
+        (lambda n: max(1800, 1000 + 10 * n), 24),  # something else is larger at first
+    ],
+    ids=["line", "noise", "flatter", "steeper", "padded", "fixed first"],
+)
+@pytest.mark.parametrize("answer", [1, 2, 3, 40, 333, 5000])
+def test_few_trials_find_the_answer(peak, trials, answer):
+    allowed, made = peak(answer), []
+
+    def fits(n):
+        made.append(n)
+        return peak(n) <= allowed
+
+    low, high, _ = _search(fits, peak, 65536, allowed)
+    assert high == low + 1 and peak(low) <= allowed < peak(high) and low >= answer
+    assert len(made) == len(set(made)) <= trials
 
 
 def test_no_batch_fits():

@@ -57,7 +57,7 @@ def test_buffers_have_source_lines_and_arguments_their_names(measured):
 def test_what_is_held_is_what_was_predicted(measured):
     assert measured.predicted_bytes == 4 * (256 * 512 + 256 * 64) * 4  # with the last output, without the first input
     if jax.config.jax_remat3 and jax.__version_info__ < (0, 11):
-        return  # on the CPU it recomputes before the backward pass begins
+        pytest.skip("on the CPU it recomputes before the backward pass begins")
     assert measured.held_residual_bytes == pytest.approx(measured.predicted_bytes, rel=0.2)
 
 
@@ -69,7 +69,7 @@ def test_what_xla_does_not_hold_is_said():
     args = (jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32))
     m = rk.measure(loss, *args, target="cpu")
     assert m.held_residual_bytes < m.predicted_bytes
-    assert any("does not hold" in note and "mul" in note for note in m.differences)
+    assert any("without a buffer" in note and "mul" in note for note in m.differences)
 
 
 def test_a_forward_pass_alone_hands_nothing_over():

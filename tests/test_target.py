@@ -5,13 +5,13 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import remat_kit as rk
-from remat_kit._target import target as module
+from remat_kit._target import installed as compilers
 from remat_kit._target.chips import CHIPS
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    monkeypatch.setattr(module, "_missing", lambda platform: "")
+    monkeypatch.setattr(compilers, "missing", lambda platform: "")
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,8 @@ def installed(monkeypatch):
         ("tpu:v5e:1x1", 1, "v5e:2x2"),
         ("tpu:v5e:4x4", 16, "v5e:4x4"),
         ("tpu:v5e:2x4", 8, "v5e:2x4"),
-        ("tpu:v6e:1x2", 2, "v6e:2x2"),
+        ("tpu:v6e:8x16", 128, "v6e:8x16"),
+        ("tpu:v5p:4x8x12", 384, "v5p:4x8x12"),
         ("tpu:v5p:2x2x1", 4, "v5p:2x2x1"),
         ("tpu:v5p", 1, "v5p:2x2x1"),
         ("tpu:v4:2x2x2", 8, "v4:2x2x2"),
@@ -48,8 +49,13 @@ def test_names_and_sizes(installed, spec, devices, topology):
         ("tpu:v5p:2x2", "2x2x1"),
         ("tpu:v5e:0x4", "no size"),
         ("tpu:v5e:" + "9" * 5000 + "x1", "no size"),
-        ("cuda:h100:2x2", "8"),
+        ("cuda:h100:2x2", "1 to 4096 GPUs"),
         ("cuda:h100:-1", "no size"),
+        ("cuda:h100:20000", "1 to 4096"),
+        ("tpu:v5e:3x3", "8x16"),
+        ("tpu:v5e:32x32", "16x16"),
+        ("tpu:v5p:1x1x3", "multiples of 4"),
+        ("tpu:v4:64x64x64", "4096 chips"),
         (None, "a string"),
         (5, "a string"),
     ],
@@ -61,7 +67,7 @@ def test_what_is_no_target(installed, spec, words):
 
 @pytest.mark.parametrize("spec, package", [("tpu:v5e", "remat-kit[tpu]"), ("cuda:h100", "remat-kit[cuda]")])
 def test_a_missing_compiler_is_named(monkeypatch, spec, package):
-    monkeypatch.setattr(module, "_installed", lambda name: False)
+    monkeypatch.setattr(compilers, "_found", lambda name: False)
     with pytest.raises(rk.RematError) as error:
         rk.target(spec)
     assert f"pip install '{package}'" in str(error.value)
@@ -94,7 +100,13 @@ def test_a_mesh_of_attached_devices():
 
 @pytest.mark.parametrize(
     "names, shape, words",
-    [(("data",), (32,), "needs 32 devices"), (("data", "model"), (4,), "size for each"), (("data",), (0,), "positive")],
+    [
+        (("data",), (32,), "needs 32 devices"),
+        (("data", "model"), (4,), "size for each"),
+        (("data",), (0,), "positive"),
+        (("a", "a"), (2, 2), "distinct"),
+        (("a",), ("4",), "whole sizes"),
+    ],
 )
 def test_a_mesh_that_does_not_fit(installed, names, shape, words):
     with pytest.raises(rk.RematError, match=words):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rich.console import Console
-from rich.text import Text
 
-from remat_kit._show.tables import captured, figure_table, line, pairs
+from remat_kit._show.tables import captured, figure_table, line, pairs, table
 from remat_kit._target.measurement import Held, Measurement
 from remat_kit._units import format_bytes, format_flops, format_seconds, printable
 
@@ -76,7 +75,8 @@ def _memory(m: Measurement) -> Iterable[tuple[str, str, str]]:
         ("arguments", m.argument_bytes, "compiled"),
         ("outputs", m.output_bytes, "compiled"),
         ("aliased", m.alias_bytes, "compiled; outputs that lie in donated arguments"),
-        ("host", m.host_bytes, "compiled; values in host memory"),
+        ("host", m.host_bytes, "compiled; temporary values in host memory"),
+        ("host arguments", m.host_argument_bytes, "compiled; arguments and outputs in host memory"),
         ("code", m.code_bytes, "compiled"),
     ]
     always = ("peak", "temporary", "arguments", "outputs")
@@ -84,7 +84,8 @@ def _memory(m: Measurement) -> Iterable[tuple[str, str, str]]:
         if n is not None and (n or label in always):
             yield label, format_bytes(n), remark
     if m.residuals is not None:
-        yield "residuals kept", format_bytes(m.residuals.total_bytes), "predicted from the jaxpr"
+        over = ", over all devices" if m.devices > 1 else ""
+        yield "residuals kept", format_bytes(m.residuals.total_bytes), f"predicted from the jaxpr{over}"
         if m.held_residual_bytes is not None:
             yield "residuals held", format_bytes(m.held_residual_bytes), "compiled; what the forward pass leaves behind"
 
@@ -113,10 +114,12 @@ def _cost(m: Measurement) -> Iterable[tuple[str, str, str]]:
 def _effect(m: Measurement) -> Iterable[tuple[str, str, str]]:
     e = m.effect
     assert e is not None
-    yield "residuals", _change(-e.predicted_bytes), "predicted"
-    yield "peak", _change(-e.peak_bytes), "compiled"
+    if e.predicted_bytes is not None:
+        yield "residuals", _change(-e.predicted_bytes), "predicted" + (", over all devices" if m.devices > 1 else "")
+    yield "peak", "-" if e.peak_bytes is None else _change(-e.peak_bytes), "compiled"
     for flops, origin in ((e.counted_flops, "counted from the jaxpr"), (e.flops, "compiled")):
-        yield "matrix products", ("+" if flops >= 0 else "-") + format_flops(abs(flops)), origin
+        text = "-" if flops is None else ("+" if flops >= 0 else "-") + format_flops(abs(flops))
+        yield "matrix products", text, origin
 
 
 def _change(n: int) -> str:
@@ -124,8 +127,6 @@ def _change(n: int) -> str:
 
 
 def _print_held(console: Console, held: tuple[Held, ...], top: int) -> None:
-    from remat_kit._show.tables import table
-
     columns = ["bytes", "what", "where", "phase", "shape", "source"]
     rows = []
     for h in held[:top]:
@@ -145,8 +146,3 @@ def _print_held(console: Console, held: tuple[Held, ...], top: int) -> None:
     rest = held[top:]
     if rest:
         line(console, f"... and {len(rest)} more ({format_bytes(sum(h.bytes for h in rest))})", style="dim")
-
-
-def cell(text: str, style: str = "") -> Text:
-    """A table's cell whose text is shown as it is."""
-    return Text(text, style=style)

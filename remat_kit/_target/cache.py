@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
-_KEPT = 512  # files; the oldest go first
+_FILES, _BYTES = 512, 256 * 2**20
 
 
 def folder() -> Path | None:
@@ -63,9 +63,26 @@ def store(name: str, data: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         where.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=where)
-        with os.fdopen(handle, "wb") as f:
-            f.write(gzip.compress(json.dumps({"schema": SCHEMA, **data}).encode(), 5))
-        os.replace(temporary, where / f"{name}.json.gz")
-        files = sorted(where.glob("*.json.gz"), key=lambda p: p.stat().st_mtime)
-        for old in files[:-_KEPT]:
-            old.unlink()
+        try:
+            with os.fdopen(handle, "wb") as f:
+                f.write(gzip.compress(json.dumps({"schema": SCHEMA, **data}).encode(), 5))
+            os.replace(temporary, where / f"{name}.json.gz")
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)  # a disk that is full
+        _evict(where)
+
+
+def _evict(where: Path) -> None:
+    """Removes the files used longest ago, until the rest is few and small enough."""
+    files = []
+    for path in where.iterdir():
+        with contextlib.suppress(OSError):  # another process was quicker
+            stat = path.stat()
+            files.append((stat.st_mtime, stat.st_size, path))
+    size = 0
+    for number, (_, n, path) in enumerate(sorted(files, reverse=True)):
+        size += n
+        if number >= _FILES or size > _BYTES:
+            with contextlib.suppress(OSError):
+                path.unlink()

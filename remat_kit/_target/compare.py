@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,9 +13,9 @@ from remat_kit._target.budget import budget_bytes
 from remat_kit._target.comparison import Comparison, ComparisonRow
 from remat_kit._target.compile import TIMEOUT
 from remat_kit._target.effect import effect
-from remat_kit._target.measure import Setting, measured
+from remat_kit._target.figures import measured
 from remat_kit._target.measurement import Measurement
-from remat_kit._target.step import Step, gradient_step, step_as_written
+from remat_kit._target.setting import Setting
 from remat_kit._target.target import Target
 
 
@@ -54,30 +55,30 @@ def compare(
     from remat_kit._show.progress import track
 
     named = _named(policies)
-    setting = Setting.of(target, time, keep_barriers, compiler_options, timeout)
+    setting = Setting.of(
+        target,
+        timeout=timeout,
+        grad=grad,
+        argnums=argnums,
+        has_aux=has_aux,
+        compiler_options=compiler_options,
+        time=time,
+        keep_barriers=keep_barriers,
+    )
     allowed = budget_bytes(budget, setting.target)
     found: dict[str, Measurement] = {}
     refused: dict[str, str] = {}
     last: RematError | None = None
-
-    def step(policy: Policies) -> Step:
-        if not grad:
-            return step_as_written(fun, args, kwargs, policy, setting.target)
-        return gradient_step(fun, args, kwargs, policy, argnums, has_aux, setting.target)
-
     for name in track(named, f"compiling for {setting.target}", progress):
         try:
-            found[name] = measured(step(named[name]), setting, time)
+            found[name] = measured(setting.step(fun, args, kwargs, named[name]), setting, time)
         except RematError as e:
             refused[name] = str(e)
             last = e
     if last is not None and not found:
         raise last
-    base = next((m for name, m in found.items() if _removes_remat(named[name])), None)
-    if base is not None:
-        flops = base.flops
-    else:
-        flops = step("none").cost.flops if grad else min(m.flops for m in found.values())
+    base = next((m for name, m in found.items() if _removes_remat(named[name], whole_step=not grad)), None)
+    flops = base.flops if base is not None else _flops_without_remat(setting, fun, args, kwargs, found)
     if base is not None:
         found = {
             n: m if m is base else dataclasses.replace(m, effect=effect(base, m, keep_barriers))
@@ -123,8 +124,19 @@ def _named(policies: Sequence[Policies] | Mapping[str, Policies]) -> dict[str, P
     return named
 
 
-def _removes_remat(policy: Policies) -> bool:
-    return policy is not None and all(not p.remat for _, p in Rules.of(policy).items)
+def _removes_remat(policy: Policies, *, whole_step: bool) -> bool:
+    """Whether a policy leaves nothing rematerialized: one for all blocks of a loss, those of a step's marked blocks."""
+    if policy is None:
+        return False
+    items = Rules.of(policy).items
+    return all(not p.remat for _, p in items) and (whole_step or items[0][0] is None)
+
+
+def _flops_without_remat(setting: Setting, fun: Any, args: Any, kwargs: Any, found: Mapping[str, Measurement]) -> int:
+    if setting.grad:
+        with contextlib.suppress(RematError):  # its figures stand without it
+            return setting.step(fun, args, kwargs, "none").cost.flops
+    return min(m.flops for m in found.values())
 
 
 def _seconds(m: Measurement) -> float:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
-import os
 import re
 import time
 from collections.abc import Mapping
@@ -17,7 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
 from remat_kit._errors import RematError
-from remat_kit._target import cache, remote
+from remat_kit._target import cache, installed, remote
 from remat_kit._target.target import Target
 
 TIMEOUT = 3600.0
@@ -50,6 +48,7 @@ class Compiled:
       cached: whether this is what an earlier compile of the same program said; names and source lines in the text are
         those of that program's.
       oom: why there are no figures.
+      executable: the `jax.stages.Compiled` to run, where asked for.
     """
 
     memory: Mapping[str, int]
@@ -58,6 +57,7 @@ class Compiled:
     seconds: float
     cached: bool = False
     oom: OutOfMemory | None = None
+    executable: Any = None
 
 
 def lower(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Target) -> tuple[Any, Any]:
@@ -83,7 +83,12 @@ def lower(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: T
 
 
 def compile_lowered(
-    lowered: Any, target: Target, options: Mapping[str, Any] | None = None, timeout: float = TIMEOUT
+    lowered: Any,
+    target: Target,
+    options: Mapping[str, Any] | None = None,
+    timeout: float = TIMEOUT,
+    *,
+    to_run: bool = False,
 ) -> Compiled:
     """Compiles a lowered program for a target, or remembers what compiling it said.
 
@@ -92,6 +97,7 @@ def compile_lowered(
     Args:
       options: XLA's debug options by name, as in `jax.stages.Lowered.compile`.
       timeout: seconds after which a compiler that runs in a process of its own is ended.
+      to_run: whether the executable is wanted, for attached devices; it is compiled anew then.
 
     Raises:
       RematError: what the compiler says against the program, other than that it does not fit; a compiler that
@@ -100,7 +106,7 @@ def compile_lowered(
     options = dict(options or {})
     bytecode = mlir.module_to_bytecode(lowered.compiler_ir())
     name = cache.key(_without_places(bytecode), _identity(target), repr(sorted(options.items())))
-    found = _read(cache.load(name))
+    found = None if to_run else _read(cache.load(name))
     if found is not None:
         return found
     start = time.perf_counter()
@@ -111,7 +117,8 @@ def compile_lowered(
         if oom is None:
             raise RematError(f"XLA cannot compile the program for {target}: {_first_line(e)}") from None
         compiled = Compiled({}, None, "", time.perf_counter() - start, oom=oom)
-    cache.store(name, {k: v for k, v in dataclasses.asdict(compiled).items() if k != "cached"})
+    kept = dataclasses.replace(compiled, executable=None)
+    cache.store(name, {k: v for k, v in dataclasses.asdict(kept).items() if k not in ("cached", "executable")})
     return compiled
 
 
@@ -126,15 +133,11 @@ def _without_places(bytecode: bytes) -> bytes:
 def _here(lowered: Any, options: Mapping[str, Any]) -> Compiled:
     start = time.perf_counter()
     executable = lowered.compile(compiler_options=dict(options) or None)
-    return facts(executable, time.perf_counter() - start)
-
-
-def facts(executable: Any, seconds: float) -> Compiled:
-    """What a `jax.stages.Compiled` says of itself."""
+    seconds = time.perf_counter() - start
     stats = executable.memory_analysis()
     memory = {k: getattr(stats, k) for k in dir(stats) if k.endswith("bytes") and not k.startswith("_")}
     cost = executable.cost_analysis()
-    return Compiled(memory, dict(cost) if cost else None, executable.as_text(), seconds)
+    return Compiled(memory, dict(cost) if cost else None, executable.as_text(), seconds, executable=executable)
 
 
 def _there(bytecode: bytes, target: Target, options: Mapping[str, Any], timeout: float) -> Compiled:
@@ -171,23 +174,25 @@ def _first_line(error: object) -> str:
 
 @functools.cache
 def _versions() -> str:
-    found = [f"{d} {_version(d)}" for d in ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")]
-    return ", ".join(found)
+    packages = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
+    return ", ".join(f"{p} {installed.version(p)}" for p in packages)
 
 
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+# What of JAX's configuration reaches the compiler; some are of newer versions only.
+_SETTINGS = (
+    *("jax_disable_most_optimizations", "jax_compiler_enable_remat_pass", "jax_optimization_level"),
+    *("jax_exec_time_optimization_effort", "jax_memory_fitting_effort", "jax_memory_fitting_level"),
+)
+_FLAGS_HERE = remote.flags()  # XLA reads them once in a process
 
 
 def _identity(target: Target) -> str:
     """Everything beside the program that what is compiled depends on."""
     kinds = [d.device_kind for d in target.devices]
-    flags = [os.environ.get(n, "") for n in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     chip = target.chip.topology if target.chip is not None else ""
-    return repr((target.platform, target.topology, chip, kinds, flags, _versions()))
+    settings = [str(getattr(jax.config, name, None)) for name in _SETTINGS] if target.attached else []
+    flags = _FLAGS_HERE if target.attached else remote.flags()
+    return repr((target.platform, target.topology, chip, kinds, flags, settings, _versions()))
 
 
 def _read(data: dict[str, Any] | None) -> Compiled | None:

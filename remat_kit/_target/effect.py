@@ -19,20 +19,31 @@ def effect(before: Measurement, after: Measurement, keep_barriers: bool = False)
     Args:
       keep_barriers: whether they were compiled so that the CPU's compiler keeps recomputation apart.
     """
-    kept = (before.predicted_bytes or 0) - (after.predicted_bytes or 0)
-    fell = before.peak_bytes - after.peak_bytes
     counted = (after.counted_matmul_flops - before.counted_matmul_flops) // after.devices
-    grew = (after.matmul_flops or 0) - (before.matmul_flops or 0)
+    kept = fell = grew = None
+    if before.residuals is not None and after.residuals is not None:
+        kept = before.residuals.total_bytes - after.residuals.total_bytes
+    if before.temp_bytes is not None and after.temp_bytes is not None:  # else there is nothing compiled to compare
+        fell = before.peak_bytes - after.peak_bytes
+        grew = (after.matmul_flops or 0) - (before.matmul_flops or 0)
     found: list[str] = []
-    if before.fits is not False or before.temp_bytes is not None:  # else there are no compiled figures to compare
-        found = [*_memory(before, after, kept, fell), *_products(counted, grew)]
+    if fell is not None and grew is not None:
+        # What is kept is known over all devices, what is in use on one.
+        found = [
+            *(_memory(before, after, kept, fell, counted) if after.devices == 1 else []),
+            *_products(counted, grew),
+        ]
     if found and after.platform == "cpu" and not keep_barriers and _MERGES:
         found.append("The CPU compiler of this JAX merges recomputation outside loops: try keep_barriers=True.")
     return Effect(before.policy, kept, fell, counted, grew, tuple(found))
 
 
-def _memory(before: Measurement, after: Measurement, kept: int, fell: int) -> list[str]:
+def _memory(before: Measurement, after: Measurement, kept: int | None, fell: int, counted: int) -> list[str]:
     peaks = f"{format_bytes(after.peak_bytes)} against {format_bytes(before.peak_bytes)} under {before.policy}"
+    if kept is None:  # a whole step: that it computes more is all that is known
+        if counted > 0 and fell < _NOTHING / 10 * before.peak_bytes:
+            return [f"No effect on the peak: {format_flops(counted)} are computed again (counted), but it is {peaks}."]
+        return []
     if kept > 0 and fell < _NOTHING * kept:
         return [
             f"No effect on the peak: {format_bytes(kept)} fewer residuals are kept (predicted), but it is {peaks} "
@@ -66,9 +77,10 @@ def offload_findings(m: Measurement) -> list[str]:
             f"{format_bytes(wanted)} are offloaded by the policy; on the CPU that cannot be seen, host and device are "
             "one memory."
         ]
-    if m.host_bytes == 0:
+    if m.host_bytes < _MOST * wanted // m.devices:
+        partly = "" if m.host_bytes == 0 else " partly"
         return [
-            f"Offload dropped: the policy offloads {format_bytes(wanted)}, the compiled program has nothing in host "
-            "memory."
+            f"Offload{partly} dropped: the policy offloads {format_bytes(wanted)}, the compiled program has "
+            f"{format_bytes(m.host_bytes)} in host memory."
         ]
     return []

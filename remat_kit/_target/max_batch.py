@@ -10,8 +10,9 @@ from remat_kit._apply import Policies
 from remat_kit._errors import RematError
 from remat_kit._target.budget import budget_bytes
 from remat_kit._target.compile import TIMEOUT
-from remat_kit._target.measure import Setting, measure
+from remat_kit._target.figures import measured
 from remat_kit._target.measurement import SCHEMA, Measurement
+from remat_kit._target.setting import Setting
 from remat_kit._target.target import Target
 from remat_kit._units import format_bytes
 
@@ -20,7 +21,7 @@ _LARGEST = 2**24
 
 @dataclasses.dataclass(frozen=True)
 class MaxBatch:
-    """The largest batch that fits, proven by compiling it and the next larger one.
+    """The largest batch that fits, confirmed by compiling it and the next larger one, which does not.
 
     Attributes:
       batch: the largest size that fits; 0 if the smallest does not.
@@ -82,7 +83,7 @@ def max_batch(
     """Finds the largest batch that fits: predicts it from two small compiles, then confirms it by compiling.
 
     The peak is taken to grow by the same number of bytes for each example, as it nearly does; each compile corrects the
-    prediction, until one size fits and the next does not.
+    prediction, until one size fits and the next does not. (A compiler may still find room for a larger one by chance.)
 
     Args:
       make: from a batch size to ``(fun, args)`` or ``(fun, args, kwargs)``, best with abstract arguments.
@@ -102,7 +103,9 @@ def max_batch(
             raise RematError(f"{name} is a positive number of examples, got {value!r}.")
     if not callable(make):
         raise RematError(f"max_batch takes a function from a batch size to (fun, args), got {type(make).__name__}.")
-    setting = Setting.of(target, False, False, compiler_options, timeout)
+    setting = Setting.of(
+        target, timeout=timeout, grad=grad, argnums=argnums, has_aux=has_aux, compiler_options=compiler_options
+    )
     allowed = budget_bytes(budget, setting.target)
     if allowed is None:
         raise RematError(f"the memory of {setting.target} is not known: pass budget=, such as '14GiB'.")
@@ -115,18 +118,7 @@ def max_batch(
         if units not in found:
             say(f"compiling a batch of {units * multiple} for {setting.target}", progress)
             fun, args, kwargs = _made(make, units * multiple)
-            found[units] = measure(
-                fun,
-                *args,
-                policy=policy,
-                target=setting.target,
-                grad=grad,
-                argnums=argnums,
-                has_aux=has_aux,
-                compiler_options=compiler_options,
-                timeout=timeout,
-                **kwargs,
-            )
+            found[units] = measured(setting.step(fun, args, kwargs, policy), setting)
         m = found[units]
         return m.fits is not False and m.peak_bytes <= allowed
 
@@ -154,34 +146,30 @@ def _made(make: Callable[[int], Any], n: int) -> tuple[Any, tuple[Any, ...], dic
 
 
 def _search(fits: Callable[[int], bool], peak: Callable[[int], int], top: int, allowed: int) -> tuple[int, int, int]:
-    """The largest size that fits and the next one, by few trials, and what the first two of them predicted.
+    """A size that fits while the next does not, and what the first two trials predicted.
 
-    From where the line through the peaks of 1 and 2 meets the budget, in growing steps until the answer lies between
-    two trials (compilers save memory by themselves when it gets tight, so the line bends there), then halving.
+    Each trial goes where the line through two peaks meets the budget: those around the answer once there is one that
+    does not fit, before that the two largest. Then every second trial halves the interval instead, so that a bent line
+    costs few more.
     """
     if not fits(1):
         return 0, 1, 0
-    if top == 1 or not fits(2):
-        return 1, 2, 0
-    slope = peak(2) - peak(1)
-    predicted = top if slope <= 0 else 1 + (allowed - peak(1)) // slope
-    low, high, step, at = 2, top + 1, 1, min(max(predicted, 3), top)
-    rising: bool | None = None
-    while low < at < high:
-        if fits(at):
-            low = at
-            if rising is False:
-                break
-            rising, at = True, at + step
-        else:
-            high = at
-            if rising is True:
-                break
-            rising, at = False, at - step
-        step *= 2
-        if rising and at > top:  # the last one that is allowed
-            at = top
+    low, high, predicted = 1, top + 1, 0
+    tried = [1]
+    guess = 2
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        guess = max(low + 1, min(guess, high - 1))
+        if fits(guess):
+            low = guess
+        else:
+            high = guess
+        tried.append(guess)
+        below = max((n for n in tried if n < low), default=None)
+        a, b = (low, high) if high in tried else (below, low)
+        slope = (peak(b) - peak(a)) / (b - a) if a is not None else 0.0
+        guess = low + int((allowed - peak(low)) // slope) if slope > 0 else 2 * low
+        if len(tried) == 2:
+            predicted = guess
+        if len(tried) > 4 and high in tried and len(tried) % 2:
+            guess = (low + high) // 2
     return low, high, predicted

@@ -61,18 +61,19 @@ class Effect:
 
     Attributes:
       against: the other policy, as text.
-      predicted_bytes: how many fewer bytes of residuals are kept on the device. *Predicted*.
-      peak_bytes: by how much the peak fell. *Compiled*.
+      predicted_bytes: how many fewer bytes of residuals are kept (over all devices, where types do not tell how they
+        are split). *Predicted*. None for whole steps.
+      peak_bytes: by how much the peak fell. *Compiled*. None if one of the two does not fit the compiler.
       counted_flops: by how many FLOPs of matrix products the step grew on one device. *Counted* from the jaxpr.
-      flops: by how many it grew in the compiled program, trip counts included. *Compiled*.
+      flops: by how many it grew in the compiled program, trip counts included. *Compiled*. None as for the peak.
       findings: sentences: what the compiler made of it.
     """
 
     against: str
-    predicted_bytes: int
-    peak_bytes: int
+    predicted_bytes: int | None
+    peak_bytes: int | None
     counted_flops: int
-    flops: int
+    flops: int | None
     findings: tuple[str, ...]
 
 
@@ -96,6 +97,7 @@ class Measurement:
       argument_bytes, output_bytes: those of the step.
       alias_bytes: outputs that lie in donated arguments.
       host_bytes: temporary buffers in host memory (offloaded values).
+      host_argument_bytes: arguments and outputs that lie there; not in `peak_bytes`.
       code_bytes: the generated code.
       flops: counted from the jaxpr, over all devices.
       flops_exact: whether that count is exact (no data-dependent loops and no unknown primitives).
@@ -107,7 +109,8 @@ class Measurement:
         and its memory traffic at full bandwidth, transfers to the host beside them; no chip is as fast. None for
         hardware without known figures.
       compile_seconds: what compiling took (when it was compiled, if `cached`).
-      cached: whether an earlier compile of the same program answered.
+      cached: whether an earlier compile of the same program answered; source lines and module paths in `held` are then
+        those of that program, which may have been written elsewhere.
       devices: how many devices the program is split over.
       residuals: the residual report; None for a step as written.
       held: the largest buffers at the peak, largest first.
@@ -125,22 +128,23 @@ class Measurement:
     fits: bool | None
     memory_bytes: int | None
     peak_bytes: int
-    temp_bytes: int | None
-    argument_bytes: int | None
-    output_bytes: int | None
-    alias_bytes: int | None
-    host_bytes: int | None
-    code_bytes: int | None
     flops: int
     flops_exact: bool
     counted_matmul_flops: int
-    matmul_flops: int | None
-    xla_flops: float | None
-    xla_bytes_accessed: float | None
-    bytes_accessed: int | None
-    roofline_seconds: float | None
     compile_seconds: float
     cached: bool
+    temp_bytes: int | None = None
+    argument_bytes: int | None = None
+    output_bytes: int | None = None
+    alias_bytes: int | None = None
+    host_bytes: int | None = None
+    host_argument_bytes: int | None = None
+    code_bytes: int | None = None
+    matmul_flops: int | None = None
+    xla_flops: float | None = None
+    xla_bytes_accessed: float | None = None
+    bytes_accessed: int | None = None
+    roofline_seconds: float | None = None
     devices: int = 1
     residuals: Residuals | None = None
     held: tuple[Held, ...] = ()
@@ -157,7 +161,10 @@ class Measurement:
 
     @property
     def predicted_bytes(self) -> int | None:
-        """Intermediates kept on the device, predicted from the jaxpr; None for a step as written."""
+        """Intermediates kept, predicted from the jaxpr; None for a step as written.
+
+        Of one device where types tell how values are split, else of all.
+        """
         return None if self.residuals is None else self.residuals.total_bytes
 
     @property

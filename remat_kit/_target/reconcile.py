@@ -75,7 +75,10 @@ def differences(timeline: Timeline, residuals: Residuals | None) -> tuple[str, .
     besides = [("/".join(filter(None, place(b.op_name))) or b.name, b.bytes) for b in buffers]
     out = []
     for title, found in (
-        ("Predicted residuals that the compiled program does not hold (XLA fuses or recomputes them)", missing),
+        (
+            "Predicted residuals without a buffer of their size (fused, recomputed or in on-chip memory)",
+            missing,
+        ),
         ("Saved by holding predicted residuals before a conversion to a wider dtype", narrowed),
         ("Held for the backward pass besides the predicted residuals", besides),
     ):

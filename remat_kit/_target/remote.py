@@ -55,15 +55,19 @@ class Worker:
         command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), str(theirs.fileno())]
         environment = os.environ | _ENVIRONMENT[platform] | {"JAX_PLATFORMS": "cpu"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        self.process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self._stderr,
-            stderr=self._stderr,
-            start_new_session=True,  # Ctrl-C is for this process; it ends the worker itself
-        )
+        self.flags = flags()
+        try:
+            self.process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._stderr,
+                stderr=self._stderr,
+                start_new_session=True,  # Ctrl-C is for this process; it ends the worker itself
+            )
+        except (OSError, ValueError) as e:
+            raise RematError(f"cannot start a compiler process with {sys.executable}: {e}") from e
         theirs.close()
 
     @property
@@ -81,23 +85,32 @@ class Worker:
           RematError: if the worker dies or takes too long.
         """
         start = time.monotonic()
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self.process.kill()  # whatever it is waited for then comes to an end
+
+        timer = threading.Timer(timeout, end)
+        timer.daemon = True
+        timer.start()
         try:
             self._connection.send_bytes(json.dumps(request).encode())
             self._connection.send_bytes(bytecode)
-            if not self._connection.poll(timeout):
-                raise TimeoutError
             reply, text = json.loads(self._connection.recv_bytes()), self._connection.recv_bytes().decode()
-        except TimeoutError:
+        except (EOFError, OSError):
+            if not late.is_set():
+                raise RematError(self._epitaph(time.monotonic() - start)) from None
             self.close()
             raise RematError(
                 f"the {self.platform} compiler took longer than {timeout:g} s and was ended. Allow it more with "
                 "timeout=, or compile a smaller program (fewer layers, a scan over layers)."
             ) from None
-        except (EOFError, OSError):
-            raise RematError(self._epitaph(time.monotonic() - start)) from None
         except BaseException:  # interrupted: what the worker answers later would answer another question
             self.close()
             raise
+        finally:
+            timer.cancel()
         if "error" in reply:
             raise CompilerError(reply["error"])
         return reply, text
@@ -132,8 +145,27 @@ class Worker:
         self._stderr.close()
 
 
-_workers: dict[tuple[int, str], Worker] = {}
-_locks: dict[str, threading.Lock] = {platform: threading.Lock() for platform in _ENVIRONMENT}
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+def flags() -> tuple[str, ...]:
+    """What the environment tells the compilers."""
+    return tuple(os.environ.get(name, "") for name in _FLAGS)
+
+
+_workers: dict[str, Worker] = {}
+_locks: dict[str, threading.Lock] = {}
+
+
+def _start_anew() -> None:
+    """Forgets all workers: a forked child has no right to its parent's, nor do its locks ever open."""
+    _workers.clear()
+    _locks.update({platform: threading.Lock() for platform in _ENVIRONMENT})
+
+
+_start_anew()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)
 
 
 def compile_remotely(
@@ -153,18 +185,17 @@ def compile_remotely(
       CompilerError: what the compiler says of the program.
       RematError: if the worker dies or takes too long.
     """
-    key = (os.getpid(), platform)  # a forked child has no right to its parent's
     with _locks[platform]:
-        worker = _workers.get(key)
-        if worker is None or not worker.alive:
-            if worker is not None:
-                worker.close()
-            worker = _workers[key] = Worker(platform)
+        worker = _workers.get(platform)
+        if worker is not None and not (worker.alive and worker.flags == flags()):  # it reads them when it starts
+            worker.close()
+            worker = None
+        if worker is None:
+            worker = _workers[platform] = Worker(platform)
         return worker.ask({"platform": platform, **request}, bytecode, timeout)
 
 
 @atexit.register
 def _close_all() -> None:
-    for (pid, _), worker in list(_workers.items()):
-        if pid == os.getpid():
-            worker.close()
+    for worker in list(_workers.values()):
+        worker.close()

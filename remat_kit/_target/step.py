@@ -9,14 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from remat_kit import _adapters, _loss, _reports
 from remat_kit._apply import Policies, Rules, apply
 from remat_kit._errors import RematError
 from remat_kit._override import override
 from remat_kit._target.compile import lower
-from remat_kit._target.target import Target
+from remat_kit._target.target import Target, platform_of
 from remat_kit._trace import inputs, jaxprs, marks, survey, tracing
 from remat_kit._trace.cost import Cost, matmul_flops, program_cost
 from remat_kit._trace.report import Residuals
@@ -97,17 +97,22 @@ def step_as_written(
         `remat_kit.apply` does, which a step that contains its own gradient refuses.
 
     Raises:
-      RematError: for a policy that a step with its own gradient cannot take; for static arguments of a function
-        that is not jitted yet, other than leaves that are not numbers or arrays.
+      RematError: for a policy that a jitted step, or one with its own gradient, cannot take.
     """
+    jitted = hasattr(fun, "trace") and hasattr(fun, "lower")
     overriding: Any = contextlib.nullcontext()
     if isinstance(policy, Mapping):
         overriding = override(policy)
+    elif policy is not None and jitted:
+        raise RematError(
+            "a jitted step takes policies of its marked blocks only ({block: policy}, see rk.override): another one "
+            "would lose its donation and shardings. Apply it to the function inside, before jax.jit."
+        )
     elif policy is not None:
         fun = apply(fun, policy)
     text = "as written" if policy is None else str(Rules.of(policy))
     with overriding:
-        if hasattr(fun, "trace") and hasattr(fun, "lower"):
+        if jitted:
             return _jitted_step(fun, args, kwargs, text, target)
         with _adapters.adapted(fun, args, kwargs) as call:
             given, spec = inputs.split((call.args, call.kwargs))
@@ -145,22 +150,35 @@ def _costs(traced: Any) -> tuple[Cost, int]:
 def _placed(leaves: Sequence[Any], target: Target) -> list[Any]:
     """The leaves as abstract arrays with the sharding that they have on the target.
 
-    A `NamedSharding` stays. Where there is none, everything lies on the target's first device; else what has no
-    sharding is left to the compiler, as in `jax.jit`.
+    A `NamedSharding` stays. Where there is none, everything lies on the target's first device, in the memory that it
+    was in; else what has no sharding is left to the compiler, as in `jax.jit`.
+
+    Raises:
+      RematError: for a mesh that is not the target's, and for other shardings over several devices.
     """
-    meshes = {x.sharding.mesh for x in leaves if isinstance(getattr(x, "sharding", None), NamedSharding)}
+    shardings = [getattr(x, "sharding", None) for x in leaves]
+    meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
     for mesh in meshes:
         _check(mesh, target)
+    for s in shardings:
+        if isinstance(s, jax.sharding.Sharding) and not isinstance(s, NamedSharding) and s.num_devices > 1:
+            raise RematError(f"an argument is sharded by a {type(s).__name__}: use NamedSharding on target.mesh(...).")
     alone = SingleDeviceSharding(target.devices[0]) if target.attached and not meshes else None
+    on_host = None
+    if any(getattr(s, "memory_kind", None) == _HOST for s in shardings) and not meshes:
+        on_host = NamedSharding(target.mesh(("device",), (1,)), PartitionSpec(), memory_kind=_HOST)
 
-    def place(x: Any) -> Any:
+    def place(x: Any, sharding: Any) -> Any:
         aval = jaxprs.aval_of(x)
-        sharding = getattr(x, "sharding", None)
-        sharding = sharding if isinstance(sharding, NamedSharding) else alone
+        if not isinstance(sharding, NamedSharding):
+            sharding = on_host if getattr(sharding, "memory_kind", None) == _HOST else alone
         weak = getattr(aval, "weak_type", False)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
 
-    return [place(x) for x in leaves]
+    return [place(x, s) for x, s in zip(leaves, shardings, strict=True)]
+
+
+_HOST = "pinned_host"
 
 
 def _check(mesh: Any, target: Target) -> None:
@@ -169,7 +187,7 @@ def _check(mesh: Any, target: Target) -> None:
             f"arguments are sharded over {mesh.size} devices (mesh {dict(mesh.shape)}), but target {target} has "
             f"{target.device_count}. Name a larger target, or shard over a mesh of target.mesh(...)."
         )
-    here = isinstance(mesh, jax.sharding.Mesh) and {d.platform for d in mesh.devices.flat} == {target.platform}
+    here = isinstance(mesh, jax.sharding.Mesh) and {platform_of(d) for d in mesh.devices.flat} == {target.platform}
     if target.attached and not here:
         raise RematError(
             f"arguments are sharded over a mesh of other devices than those of {target}: use the mesh of "

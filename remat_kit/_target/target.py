@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import math
+import operator
 import os
 import re
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from remat_kit._errors import RematError, near_matches
+from remat_kit._target import installed
 from remat_kit._target.chips import CHIPS, Chip
 
 
@@ -66,20 +66,32 @@ class Target:
         Raises:
           RematError: for more devices than the target has, or names and shape of different lengths.
         """
-        names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        if len(names) != len(sizes) or not all(isinstance(n, int) and n > 0 for n in sizes):
-            raise RematError(f"a mesh has a positive size for each axis name; got {names} and {sizes}.")
+        try:
+            names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+            sizes = tuple(operator.index(n) for n in (shape if isinstance(shape, Iterable) else (shape,)))
+        except TypeError:
+            raise RematError(f"a mesh has axis names and whole sizes; got {axis_names!r} and {shape!r}.") from None
+        if len(names) != len(sizes) or len(set(names)) < len(names) or not all(n > 0 for n in sizes):
+            raise RematError(
+                f"a mesh has a positive size for each of its distinct axis names; got {names} and {sizes}."
+            )
         n = math.prod(sizes)
         if n > self.device_count:
-            more = {"tpu": "name a larger topology, such as 'tpu:v5e:4x4'", "cuda": f"ask for '{self.spec}:{n}'"}
-            hint = more.get(self.platform, "see jax_num_cpu_devices for more of the CPU's") + "."
-            raise RematError(f"a mesh {dict(zip(names, sizes, strict=True))} needs {n} devices, but {self} has "
-                             f"{self.device_count}: {hint}")  # fmt: skip
+            if self.attached:
+                hint = "more of the CPU's: jax_num_cpu_devices" if self.platform == "cpu" else "no more are attached"
+            else:
+                hint = f"name a larger target, such as {'cuda:h100:8' if self.platform == 'cuda' else 'tpu:v5e:4x4'!r}"
+            raise RematError(
+                f"a mesh {dict(zip(names, sizes, strict=True))} needs {n} devices, but {self} has {self.device_count}: "
+                f"{hint}."
+            )
         types = tuple(axis_types) if axis_types is not None else (AxisType.Auto,) * len(sizes)
-        if self.attached:
-            return jax.make_mesh(sizes, names, axis_types=types, devices=self.devices[:n])
-        return AbstractMesh(sizes, names, axis_types=types)
+        try:
+            if self.attached:
+                return jax.make_mesh(sizes, names, axis_types=types, devices=self.devices[:n])
+            return AbstractMesh(sizes, names, axis_types=types)
+        except (TypeError, ValueError) as e:
+            raise RematError(f"mesh: {e}") from e
 
     def __str__(self) -> str:
         return self.spec
@@ -129,17 +141,15 @@ def target(spec: str | Target) -> Target:
         return _attached_target(spec)
     name, size = _parse(spec)
     chip = CHIPS[name]
-    missing = _missing(chip.platform)
+    missing = installed.missing(chip.platform)
     if missing:
         raise RematError(f"target {spec!r} cannot be compiled for here: {missing}.")
     if chip.platform == "cuda":
         n = math.prod(size)
         return Target(spec, "cuda", n, int(chip.memory_bytes * _gpu_fraction()), chip, f"1x1x{n}")
-    # Fewer chips than a host has are the first of one host's.
-    smallest = tuple(map(int, chip.topology.split("x")))
-    layout = tuple(-(-n // m) * m for n, m in zip(size, smallest, strict=True))
-    topology = f"{chip.name}:{'x'.join(map(str, layout))}"
-    return Target(spec, "tpu", math.prod(size), chip.memory_bytes, chip, topology)
+    # One chip is the first of the smallest topology's.
+    topology = chip.topology if math.prod(size) == 1 else "x".join(map(str, size))
+    return Target(spec, "tpu", math.prod(size), chip.memory_bytes, chip, f"{chip.name}:{topology}")
 
 
 def targets() -> tuple[TargetInfo, ...]:
@@ -151,7 +161,7 @@ def targets() -> tuple[TargetInfo, ...]:
         out.append(TargetInfo(name, f"{here.device_count} x {', '.join(kinds)} (attached)", here.memory_bytes))
     for name, chip in CHIPS.items():
         share = _gpu_fraction() if chip.platform == "cuda" else 1
-        out.append(TargetInfo(name, chip.title, int(chip.memory_bytes * share), _missing(chip.platform)))
+        out.append(TargetInfo(name, chip.title, int(chip.memory_bytes * share), installed.missing(chip.platform)))
     return tuple(out)
 
 
@@ -163,14 +173,16 @@ def _parse(spec: str) -> tuple[str, tuple[int, ...]]:
     if name not in CHIPS:
         known = ("local", "cpu", *CHIPS)
         raise RematError(f"unknown target {spec!r}. Known: {', '.join(known)}.{near_matches(name, known)}")
-    dims = 1 if platform == "cuda" else 3 if chip in ("v4", "v5p") else 2
+    known = CHIPS[name]
+    dims = 1 if platform == "cuda" else len(known.topology.split("x"))
     if not size:
         return name, (1,) * dims
     # At most six digits: larger ones are no machine, and int() would take its time.
-    if not re.fullmatch(r"[1-9]\d{0,5}" + r"x[1-9]\d{0,5}" * (dims - 1), size):
-        example = {1: "8", 2: "4x4", 3: "2x2x1"}[dims]
-        raise RematError(f"target {spec!r}: {size!r} is no size of a {name}; expected one such as '{name}:{example}'.")
-    return name, tuple(map(int, size.split("x")))
+    found = re.fullmatch(r"[1-9]\d{0,5}" + r"x[1-9]\d{0,5}" * (dims - 1), size)
+    sizes = tuple(map(int, size.split("x"))) if found else ()
+    if not sizes or not known.has(sizes):
+        raise RematError(f"target {spec!r}: {size!r} is no size of a {name}. It comes as {known.sizes}.")
+    return name, sizes
 
 
 @functools.cache
@@ -181,7 +193,7 @@ def _attached(spec: str) -> tuple[Any, ...]:
 def _attached_target(spec: str) -> Target:
     devices = _attached(spec)
     first = devices[0]
-    return Target(spec, first.platform, len(devices), _memory_of(first), _chip_of(first))
+    return Target(spec, platform_of(first), len(devices), _memory_of(first), _chip_of(first))
 
 
 def _memory_of(device: Any) -> int | None:
@@ -198,11 +210,13 @@ def _memory_of(device: Any) -> int | None:
 
 
 def _chip_of(device: Any) -> Chip | None:
-    kind = device.device_kind.lower()
-    kinds = {"tpu v4": "v4", "tpu v5 lite": "v5e", "tpu v5": "v5p", "tpu v6 lite": "v6e"}
-    if device.platform == "tpu":
-        return CHIPS.get(f"tpu:{kinds.get(kind)}")
-    return next((c for c in CHIPS.values() if c.platform == "cuda" and c.name in kind), None)
+    return next((c for c in CHIPS.values() if device.device_kind in c.kinds), None)
+
+
+def platform_of(device: Any) -> str:
+    """The platform of a device in this package's words: JAX calls both makers' GPUs ``"gpu"``."""
+    version = str(getattr(device.client, "platform_version", "")).lower()
+    return "cuda" if device.platform == "gpu" and "cuda" in version else device.platform
 
 
 def _gpu_fraction() -> float:
@@ -218,29 +232,3 @@ def _gpu_fraction() -> float:
         if 0 < fraction <= 1:
             return fraction
     return 0.75
-
-
-def _missing(platform: str) -> str:
-    """What to install before a platform can be compiled for; empty if nothing."""
-    if platform == "tpu":
-        found = _installed("libtpu")
-        return "" if found else "libtpu is not installed. Run: pip install 'remat-kit[tpu]'"
-    if not (_installed("jax_cuda12_plugin") or _installed("jax_cuda13_plugin")):
-        return "JAX's CUDA plugin is not installed. Run: pip install 'remat-kit[cuda]'"
-    if not _assembler():
-        return "NVIDIA's assembler ptxas is not installed. Run: pip install 'remat-kit[cuda]'"
-    return ""
-
-
-def _installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
-def _assembler() -> bool:
-    """Whether `ptxas` is among NVIDIA's packages, or where CUDA keeps it."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
-    folders = [f for root in roots for f in (root / "cuda_nvcc", root / "cu13")]
-    folders += [Path(p) for p in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if p]
-    on_path = [Path(p) for p in os.environ.get("PATH", "").split(os.pathsep)]
-    return any((d / "ptxas").is_file() for d in (*(f / "bin" for f in folders), *on_path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from remat_kit._errors import RematError
 from remat_kit._target.measurement import Timing
 from remat_kit._target.step import Step
 
+_KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 _WARM_UP = 2
 _STEPS = (5, 50)  # at least, at most
 _SECONDS = 2.0  # more steps are timed until this has passed
@@ -33,24 +33,25 @@ def time_step(step: Step, executable: Any, device: Any) -> Timing:
       RematError: if the step fails.
     """
     infos, treedef = jax.tree.flatten(step.lowered.args_info)
-    pairs = zip(step.given, step.placed, strict=True)
-    values = [_filled(given, getattr(placed, "sharding", None), i) for i, (given, placed) in enumerate(pairs)]
-
-    def once() -> float:
-        fresh = [jnp.copy(x) if info.donated else x for x, info in zip(values, infos, strict=True)]
-        a, k = jax.tree.unflatten(treedef, jax.block_until_ready(fresh))
-        start = time.perf_counter()
-        jax.block_until_ready(executable(*a, **k))
-        return time.perf_counter() - start
-
+    seconds: list[float] = []
     try:
+        pairs = zip(step.given, step.placed, strict=True)
+        values = [_filled(given, getattr(placed, "sharding", None), i) for i, (given, placed) in enumerate(pairs)]
+
+        def once() -> float:
+            fresh = [jnp.copy(x) if info.donated else x for x, info in zip(values, infos, strict=True)]
+            a, k = jax.tree.unflatten(treedef, jax.block_until_ready(fresh))
+            start = time.perf_counter()
+            jax.block_until_ready(executable(*a, **k))
+            return time.perf_counter() - start
+
         for _ in range(_WARM_UP):
             once()
-        seconds: list[float] = []
         while len(seconds) < _STEPS[0] or (sum(seconds) < _SECONDS and len(seconds) < _STEPS[1]):
             seconds.append(once())
-    except jax.errors.JaxRuntimeError as e:
-        raise RematError(f"the step failed when it was run for timing: {str(e).splitlines()[0][:400]}") from e
+    except Exception as e:  # the step is the user's, and its devices may be full
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        raise RematError(f"the step failed when it was run for timing: {reason[:400]}") from e
     low, median, high = statistics.quantiles(seconds, n=4)
     return Timing(median, low, high, len(seconds), _peak_of(device))
 
@@ -60,11 +61,12 @@ def _filled(x: Any, sharding: Any, seed: int) -> Any:
     if not isinstance(x, jax.ShapeDtypeStruct):
         value = x
     elif jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        value = jax.random.split(jax.random.key(seed), max(math.prod(x.shape), 1)).reshape(x.shape)
+        data = jax.eval_shape(jax.random.key_data, x)
+        value = jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=_KEYS[str(x.dtype)])
     elif jnp.issubdtype(x.dtype, jnp.inexact):
         value = np.random.default_rng(seed).standard_normal(x.shape, np.float32).astype(x.dtype)
     else:
-        value = np.zeros(x.shape, x.dtype)
+        value = jnp.zeros(x.shape, x.dtype)
     return jax.device_put(value, sharding)
 
 

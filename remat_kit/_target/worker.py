@@ -64,7 +64,7 @@ def _partitions(module: Any) -> int:
 
 
 def _options(module: Any, found: tuple[Any, ...], overrides: dict[str, Any]) -> Any:
-    """The options that `jax.jit` would compile the module with."""
+    """The options that `jax.jit` would compile the module with, JAX's settings of effort and level left alone."""
     options = _jax.CompileOptions()
     options.num_replicas, options.num_partitions = 1, len(found)
     options.device_assignment = _jax.DeviceAssignment.create(np.array([[d.id for d in found]]))
