@@ -98,6 +98,8 @@ def test_other_flags_are_for_another_compiler(monkeypatch):
     assert worker().process.pid != first
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # JAX warns of its threads; the child here uses none of them
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_forked_child_has_a_compiler_of_its_own():
     small()
     first = worker().process.pid
