@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import remat_kit as rk
 from remat_kit._target.effect import effect, offload_findings
@@ -100,6 +101,33 @@ def test_modules_as_arguments():
 
     m = rk.measure(loss, model, jnp.ones((8, 16)), target="cpu")
     assert m.matmul_flops > 0 and m.peak_bytes > m.argument_bytes > 4 * 2 * 16 * 64
+
+
+def test_complex_arguments_of_a_real_loss():
+    z = jax.ShapeDtypeStruct((8, 8), jnp.complex64)
+    assert rk.measure(lambda z: jnp.sum(jnp.abs(z @ z)), z, target="cpu").peak_bytes > 0
+    assert rk.measure(lambda z: jnp.sum(z @ z), z, target="cpu").peak_bytes > 0  # holomorphic
+
+
+def test_a_step_under_nnx_jit():
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        value, grads = nnx.value_and_grad(lambda m: jnp.sum(m(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return value
+
+    assert rk.measure(step, model, optimizer, jnp.ones((4, 16)), grad=False, target="cpu").matmul_flops > 0
+
+
+def test_a_moved_program_is_told_of():
+    first = rk.measure(lambda x: jnp.sum(jnp.sin(x) ** 2), X, target="cpu")
+    with jax.named_scope("elsewhere"):
+        again = rk.measure(lambda x: jnp.sum(jnp.sin(x) ** 2), X, target="cpu")
+    assert again.cached and again.peak_bytes == first.peak_bytes
+    assert any("earlier compile" in note for note in again.notes)
 
 
 def test_real_and_abstract_arguments_measure_alike():
@@ -251,6 +279,7 @@ def test_timing_a_step_that_takes_its_arguments_memory():
         ({"policy": {"nowhere": "dots"}}, "no block"),
         ({"timeout": 0}, "timeout"),
         ({"timeout": "long"}, "timeout"),
+        ({"compiler_options": 5}, "compiler_options"),
         ({"argnums": 7}, "argnums"),
         ({"compiler_options": {"xla_no_such_option": True}}, "xla_no_such_option"),
         ({"compiler_options": {"xla_dump_to": object()}}, "texts, bools or numbers"),
@@ -353,6 +382,18 @@ def test_more_devices_than_the_target_has():
         rk.measure(step, *args, grad=False, target="tpu:v5e:2x2")
     with pytest.raises(rk.RematError, match="mesh of"):
         rk.measure(step, *args, grad=False, target="cpu")
+
+
+@pytest.mark.tpu
+def test_a_program_for_more_chips_than_asked_for():
+    mesh = rk.target("tpu:v5e:2x2").mesh(("a",), (4,))
+
+    def loss(w):
+        return jnp.sum(jax.lax.with_sharding_constraint(jnp.sin(w), NamedSharding(mesh, PartitionSpec("a"))) ** 2)
+
+    with pytest.raises(rk.RematError, match="4 devices, the target has 1"):
+        rk.measure(loss, jax.ShapeDtypeStruct((64, 64), jnp.float32), target="tpu:v5e")
+    assert rk.measure(loss, jax.ShapeDtypeStruct((64, 64), jnp.float32), target="tpu:v5e:2x2").devices == 4
 
 
 @pytest.mark.tpu

@@ -149,6 +149,17 @@ def test_stderr_stays_clean_and_the_process_ends_with_its_parent():
         os.kill(pid, 0)
 
 
+def test_files_in_the_way_of_the_standard_library(tmp_path):
+    (tmp_path / "json.py").write_text("raise SystemExit('not json')")
+    code = "import json, sys; sys.path.append({!r}); sys.path.append({!r}); import remat_kit as rk, jax.numpy as jnp;"
+    code += "print(rk.measure(lambda x: (jnp.sin(x)**2).sum(), jnp.ones((64, 64)), target='tpu:v5e').peak_bytes)"
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code.format(str(tmp_path), here)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and int(done.stdout) > 0, done.stderr
+
+
 def test_a_cache_of_strangers(tmp_path, monkeypatch):
     monkeypatch.setenv("REMAT_KIT_CACHE", str(tmp_path))
     first = small()
@@ -159,4 +170,4 @@ def test_a_cache_of_strangers(tmp_path, monkeypatch):
         assert not again.cached and again.peak_bytes == first.peak_bytes
     assert small().cached
     cache.store(path.name.split(".")[0], {"memory": {"x": "many"}, "cost": 3, "text": None, "seconds": [], "oom": 1})
-    assert compile._read(cache.load(path.name.split(".")[0])) is None and not small().cached
+    assert compile._read(cache.load(path.name.split(".")[0]), "") is None and not small().cached

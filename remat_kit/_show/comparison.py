@@ -19,7 +19,7 @@ def print_comparison(c: Comparison, console: Console | None = None) -> None:
     hosts = any(r.measurement.host_bytes for r in c.rows)
     columns = ["policy", "kept", "peak", "temp", *(["host"] if hosts else []), "FLOPs", "step", "fits", ""]
     rows = [_row(r, c.best, hosts) for r in c.rows]
-    table(console, columns, rows, right=range(1, len(columns) - 2), bold=[r.name == c.best for r in c.rows])
+    table(console, columns, rows, right=range(1, len(columns) - 2), whole=(0,), bold=[r.name == c.best for r in c.rows])
     line(
         console,
         "kept: predicted; peak, temp, host: compiled; FLOPs: beyond those without remat, counted;",

@@ -25,10 +25,13 @@ def folder() -> Path | None:
     chosen = os.environ.get("REMAT_KIT_CACHE", "")
     if chosen.lower() == "off":
         return None
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(base or Path.home() / ".cache") / "remat-kit" / "compile"
+    try:
+        if chosen:
+            return Path(chosen).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        return Path(base or Path.home() / ".cache") / "remat-kit" / "compile"
+    except RuntimeError:  # nobody's home
+        return None
 
 
 def key(*parts: str | bytes) -> str:

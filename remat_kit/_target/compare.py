@@ -105,6 +105,9 @@ def _named(policies: Sequence[Policies] | Mapping[str, Policies]) -> dict[str, P
     """Policies by name, each readable."""
     if isinstance(policies, Mapping):
         named = dict(policies)
+        for name in named:
+            if not isinstance(name, str):
+                raise RematError(f"policies: names are strings, got {name!r}.")
     elif isinstance(policies, str) or not isinstance(policies, Iterable):
         raise RematError(
             f"policies are several: a sequence of policies, or a mapping of names to them; got {policies!r:.80}."

@@ -47,6 +47,7 @@ class Compiled:
       seconds: what compiling took, when it was compiled.
       cached: whether this is what an earlier compile of the same program said; names and source lines in the text are
         those of that program's.
+      moved: whether that program had other names or source lines, which the text then shows.
       oom: why there are no figures.
       executable: the `jax.stages.Compiled` to run, where asked for.
     """
@@ -56,6 +57,7 @@ class Compiled:
     text: str
     seconds: float
     cached: bool = False
+    moved: bool = False
     oom: OutOfMemory | None = None
     executable: Any = None
 
@@ -106,7 +108,8 @@ def compile_lowered(
     options = dict(options or {})
     bytecode = mlir.module_to_bytecode(lowered.compiler_ir())
     name = cache.key(_without_places(bytecode), _identity(target), repr(sorted(options.items())))
-    found = None if to_run else _read(cache.load(name))
+    places = cache.key(bytecode)
+    found = None if to_run else _read(cache.load(name), places)
     if found is not None:
         return found
     start = time.perf_counter()
@@ -118,7 +121,8 @@ def compile_lowered(
             raise RematError(f"XLA cannot compile the program for {target}: {_first_line(e)}") from None
         compiled = Compiled({}, None, "", time.perf_counter() - start, oom=oom)
     kept = dataclasses.replace(compiled, executable=None)
-    cache.store(name, {k: v for k, v in dataclasses.asdict(kept).items() if k not in ("cached", "executable")})
+    data = {k: v for k, v in dataclasses.asdict(kept).items() if k not in ("cached", "moved", "executable")}
+    cache.store(name, {**data, "places": places, "digest": cache.key(compiled.text)})
     return compiled
 
 
@@ -142,7 +146,7 @@ def _here(lowered: Any, options: Mapping[str, Any]) -> Compiled:
 
 def _there(bytecode: bytes, target: Target, options: Mapping[str, Any], timeout: float) -> Compiled:
     assert target.chip is not None
-    request: dict[str, Any] = {"topology": target.topology, "options": options}
+    request: dict[str, Any] = {"topology": target.topology, "devices": target.device_count, "options": options}
     request["topology_options"] = dict(target.chip.options)
     if target.platform == "cuda":  # it has no names for topologies, and wants the device described
         request["topology"] = ""
@@ -195,9 +199,9 @@ def _identity(target: Target) -> str:
     return repr((target.platform, target.topology, chip, kinds, flags, settings, _versions()))
 
 
-def _read(data: dict[str, Any] | None) -> Compiled | None:
+def _read(data: dict[str, Any] | None, places: str) -> Compiled | None:
     """What the cache holds, if it is one of ours."""
-    if data is None:
+    if data is None or data.get("digest") != cache.key(str(data.get("text"))):
         return None
     try:
         return Compiled(
@@ -206,6 +210,7 @@ def _read(data: dict[str, Any] | None) -> Compiled | None:
             str(data["text"]),
             float(data["seconds"]),
             cached=True,
+            moved=data["places"] != places,
             oom=OutOfMemory(**data["oom"]) if data["oom"] else None,
         )
     except (KeyError, TypeError, ValueError, AttributeError):

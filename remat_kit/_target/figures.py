@@ -72,6 +72,8 @@ def _figures(step: Step, target: Target, compiled: compiling.Compiled) -> dict[s
         )
     if not module.is_scheduled:
         notes.append("The compiled text is not in the order of execution: what is live at the peak is a guess.")
+    if compiled.moved:
+        notes.append("An earlier compile of the same program answered: names and source lines are as they were then.")
     alone = module.num_partitions == 1
     if not alone:
         notes.append("How what is held compares with the predicted residuals is told for one device only.")

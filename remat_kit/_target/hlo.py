@@ -102,10 +102,17 @@ class Instruction:
 
     @property
     def source(self) -> tuple[str, int] | None:
-        """File and line of the innermost call outside installed packages, else of the innermost call."""
-        own = [f for f in self.frames if "site-packages" not in f.file and "dist-packages" not in f.file]
+        """File and line of the innermost call outside JAX and the libraries on it, else of the innermost call."""
+        own = [f for f in self.frames if not _LIBRARY.search(f.file)]
         frame = next(iter(own or self.frames), None)
         return (frame.file, frame.line) if frame else None
+
+
+# Their lines are nobody's own; models in installed packages (the zoo's among them) are their users'.
+_LIBRARY = re.compile(
+    r"(site|dist)-packages[/\\](jax|jaxlib|flax|optax|equinox|haiku|haliax)[/\\]|"
+    r"[/\\]remat_kit[/\\](?!zoo[/\\])|[/\\]bin[/\\][^/\\]+$"
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

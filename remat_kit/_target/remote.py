@@ -54,7 +54,7 @@ class Worker:
         # -P: the folder of the script holds modules with names of their own.
         command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), str(theirs.fileno())]
         environment = os.environ | _ENVIRONMENT[platform] | {"JAX_PLATFORMS": "cpu"}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        environment["REMAT_KIT_PATH"] = os.pathsep.join(filter(None, sys.path))
         self.flags = flags()
         try:
             self.process = subprocess.Popen(

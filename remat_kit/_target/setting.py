@@ -61,6 +61,8 @@ class Setting:
             )
         if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
             raise RematError(f"timeout is a number of seconds, got {timeout!r}.")
+        if not isinstance(compiler_options or {}, Mapping):
+            raise RematError(f"compiler_options map XLA's names to values, got {compiler_options!r:.80}")
         options = dict(compiler_options or {})
         for name, value in options.items():
             if not isinstance(name, str) or not isinstance(value, (str, bool, int, float)):
@@ -73,7 +75,7 @@ class Setting:
             passes = "xla_disable_hlo_passes"
             flags = re.findall(rf"--{passes}=([^\s'\"]*)", os.environ.get("XLA_FLAGS", ""))
             options[passes] = ",".join(dict.fromkeys([*flags, *_listed(options.get(passes)), _BARRIER_PASS]))
-        return cls(where, options, timeout, keep_barriers, grad, argnums, has_aux)
+        return cls(where, options, float(min(timeout, _LONGEST)), keep_barriers, grad, argnums, has_aux)
 
     def step(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policies) -> Step:
         """Lowers the step that is compiled of a function under a policy."""
@@ -82,6 +84,7 @@ class Setting:
         return step_as_written(fun, args, kwargs, policy, self.target)
 
 
+_LONGEST = 10**6  # seconds; what timers take
 _BARRIER_PASS = "cse_barrier_expander"
 
 

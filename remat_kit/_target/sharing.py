@@ -42,8 +42,11 @@ def in_place(module: Module, computation: Computation, instruction: Instruction)
         result = (1,)
         opcode = opcode.removesuffix("-start")
     pairs: list[Pair] = []
-    if opcode in ("dynamic-update-slice", "all-reduce-start", "select-and-scatter-in-place"):
+    if opcode in ("dynamic-update-slice", "select-and-scatter-in-place"):
         pairs = [(result, 0, ())]
+    elif opcode == "all-reduce-start":
+        count = len(instruction.operands)
+        pairs = [((n,) if count > 1 else (), n, ()) for n in range(count)]
     elif opcode == "scatter":
         count = (len(instruction.operands) - 1) // 2
         pairs = [((*result, n) if count > 1 else result, n, ()) for n in range(count)]

@@ -69,6 +69,7 @@ def gradient_step(
     program = survey.map_scopes(loss.jaxpr, marks.plain)
     moving = [i for i, d in enumerate(loss.differentiated) if d]
     which = loss.outputs.index(True)
+    holomorphic = jnp.issubdtype(jaxprs.opened(program).outvars[which].aval.dtype, jnp.complexfloating)
 
     def step(*leaves: Any) -> Any:
         def value(*moved: Any) -> Any:
@@ -78,7 +79,6 @@ def gradient_step(
             outs = jaxprs.evaluate(program, *xs)
             return outs[which], [*outs[:which], *outs[which + 1 :]]
 
-        holomorphic = any(jnp.iscomplexobj(leaves[i]) for i in moving)
         moved = [leaves[i] for i in moving]
         return jax.value_and_grad(value, range(len(moved)), has_aux=True, holomorphic=holomorphic)(*moved)
 
@@ -99,7 +99,9 @@ def step_as_written(
     Raises:
       RematError: for a policy that a jitted step, or one with its own gradient, cannot take.
     """
-    jitted = hasattr(fun, "trace") and hasattr(fun, "lower")
+    if not callable(fun):
+        raise RematError(f"expected a step to measure, got {type(fun).__name__}: {fun!r:.80}")
+    jitted = isinstance(fun, _JITTED)
     overriding: Any = contextlib.nullcontext()
     if isinstance(policy, Mapping):
         overriding = override(policy)
@@ -126,6 +128,9 @@ def step_as_written(
             traced, lowered = lower(jax.jit(step), tuple(placed), {}, target)
             labels, _ = tracing.labels(call.fun, call.args, call.kwargs)
     return Step(lowered, *_costs(traced), text, None, labels, tuple(given), tuple(placed))
+
+
+_JITTED = type(jax.jit(lambda: None))  # not what wraps such a function: flax.nnx.jit traces otherwise
 
 
 def _jitted_step(fun: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: str, target: Target) -> Step:

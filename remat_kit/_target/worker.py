@@ -10,17 +10,21 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import re
 import sys
 import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
-from jax.experimental import topologies
-from jax.interpreters import mlir
-from jaxlib import _jax  # type: ignore  # the compiler's options have no public home. JAX 0.10.2 to 0.12.0.1
-from jaxlib.mlir import ir
+# Where the process that asks finds its packages; behind the standard library, which a user's files may shadow.
+sys.path.extend(p for p in os.environ.get("REMAT_KIT_PATH", "").split(os.pathsep) if p and p not in sys.path)
+
+import numpy as np  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.interpreters import mlir  # noqa: E402
+from jaxlib import _jax  # type: ignore  # noqa: E402  # the compiler's options have no public home. JAX 0.10.2 to 0.12.0.1
+from jaxlib.mlir import ir  # noqa: E402
 
 _UNSHARDED = ("sdy.sharding", "mhlo.sharding")
 
@@ -43,8 +47,8 @@ def compile_module(request: dict[str, Any], bytecode: bytes) -> tuple[dict[str, 
         module = ir.Module.parse(bytecode)
         partitions = _partitions(module)
         found = devices(request)
-        if partitions > len(found):
-            raise ValueError(f"the program is split over {partitions} devices, the target has {len(found)}")
+        if partitions > request["devices"]:  # the topology may have more
+            raise ValueError(f"the program is split over {partitions} devices, the target has {request['devices']}")
         options = _options(module, found[:partitions], request.get("options", {}))
         start = time.perf_counter()
         executable = found[0].client.compile(module, _jax.DeviceList(found[:partitions]), options)
