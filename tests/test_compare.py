@@ -227,11 +227,14 @@ def test_bad_input_of_max_batch(change, words):
 
 @pytest.mark.tpu
 def test_the_largest_batch_of_a_tpu():
-    def make(n):
-        return rk.zoo.gpt(**{**SMALL, "batch": n, "length": 1024, "width": 256, "layers": 2}, abstract=True)
+    w = jax.ShapeDtypeStruct((2, 1024, 1024), jnp.bfloat16)
 
-    found = rk.max_batch(make, target="tpu:v5e", policy="full", budget="1GiB", multiple=4)
-    assert found.measurement.peak_bytes <= 2**30 and found.next_measurement.peak_bytes > 2**30
+    def make(n):
+        return scanned, (w, jax.ShapeDtypeStruct((n, 1024), jnp.bfloat16))
+
+    found = rk.max_batch(make, target="tpu:v5e", policy="full", budget="2GiB", multiple=4096)
+    assert found.measurement.peak_bytes <= 2**31 < found.next_measurement.peak_bytes
+    assert found.batch > 4096 and len(found.compiled) < 12
 
 
 # Commands --------------------------------------------------------------------------------------------
