@@ -232,7 +232,7 @@ def test_the_largest_batch_of_a_tpu():
     def make(n):
         return scanned, (w, jax.ShapeDtypeStruct((n, 1024), jnp.bfloat16))
 
-    found = rk.max_batch(make, target="tpu:v5e", policy="full", budget="2GiB", multiple=4096)
+    found = rk.max_batch(make, target="tpu:v5e", policy="full", budget="2GiB", multiple=4096, limit=2**20)
     assert found.measurement.peak_bytes <= 2**31 < found.next_measurement.peak_bytes
     assert found.batch > 4096 and len(found.compiled) < 12
 
