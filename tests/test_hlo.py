@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import random
 import re
 from typing import Any
@@ -146,6 +147,21 @@ def test_whole_text_is_read():
     assert module.is_scheduled
     assert [p.shape.dims for p in module.entry.parameters] == [(64, 64)] * 3 + [(128, 64)]
     assert [part.dims for part in module.entry.root.shape.parts or ()] == [(64, 64)] * 3
+
+
+def test_whose_line_it_is():
+    package = os.path.dirname(os.path.dirname(hlo.__file__))
+    frames = [f"/v/site-packages/{p}.py" for p in ("jax/numpy/ufuncs", "flax/linen/linear", "mine/net")]
+    frames += [f"{package}/zoo/_gpt.py", f"{package}/_apply.py", "/v/bin/remat-kit", "/home/me/remat_kit/bin/train.py"]
+
+    def source(*numbers):
+        stack = tuple(hlo.Frame(frames[n], n) for n in numbers)
+        return hlo.Instruction("x", "negate", hlo_shapes.Shape(), frames=stack).source
+
+    assert source(0, 1, 2, 6) == (frames[2], 2)  # a model in an installed package
+    assert source(1, 3, 4, 5) == (frames[3], 3)  # a model of the zoo
+    assert source(0, 4, 6) == (frames[6], 6)
+    assert source(1, 4, 5) == (frames[1], 1) and source() is None
 
 
 def test_source_lines_of_a_compiled_program():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -108,10 +109,11 @@ class Instruction:
         return (frame.file, frame.line) if frame else None
 
 
-# Their lines are nobody's own; models in installed packages (the zoo's among them) are their users'.
+# Their lines are nobody's own: libraries on JAX, this package (the zoo's models are their users'), console scripts.
 _LIBRARY = re.compile(
     r"(site|dist)-packages[/\\](jax|jaxlib|flax|optax|equinox|haiku|haliax)[/\\]|"
-    r"[/\\]remat_kit[/\\](?!zoo[/\\])|[/\\]bin[/\\][^/\\]+$"
+    + re.escape(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    + r"[/\\](?!zoo[/\\])|[/\\]bin[/\\][^/\\.]+$"
 )
 
 
