@@ -380,6 +380,23 @@ ENTRY %main (a: f32[64,128], i: s32[]) -> f32[64,128] {
     assert (moved.to_host, moved.from_host, moved.host) == (array, 0, array)
 
 
+def test_operands_do_not_go_in_circles():
+    text = """HloModule m, is_scheduled=true
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %x = f32[8]{0} copy(%y)
+  %y = f32[8]{0} copy(%x)
+  %z = f32[8]{0} bitcast(%z)
+  %a = f32[8]{0} copy(%y)
+  ROOT %out = f32[8]{0} copy(%y)
+}
+"""
+    module = hlo.parse(text)
+    assert [i.name for i in module.entry.instructions] == ["a", "x", "y", "z", "out"]
+    assert live.walk(module).peak > 0 and hlo_cost.traffic(module).device > 0
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_damaged_texts_do_no_harm(seed):
     """Cut and changed texts are read as far as they go, or are a RematError; they never hang."""

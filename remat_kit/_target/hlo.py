@@ -229,10 +229,22 @@ def parse(text: str | None) -> Module:
 
 
 def _computation(name: str, body: list[tuple[Instruction, bool]]) -> Computation:
-    instructions = tuple(i for i, _ in body)
-    root = next((i for i, is_root in body if is_root), instructions[-1])
-    parameters = sorted((i for i in instructions if i.opcode == "parameter"), key=lambda i: i.index)
-    return Computation(name, instructions, root, tuple(parameters))
+    """A computation of the instructions with names of their own; each reads only what stands before it.
+
+    So it is in every text that XLA writes. In a damaged one it keeps whoever follows operands from going in circles.
+    """
+    instructions: dict[str, Instruction] = {}
+    root = None
+    for i, is_root in body:
+        if i.name in instructions:
+            continue
+        if not all(o in instructions for o in i.operands):
+            i = dataclasses.replace(i, operands=tuple(o for o in i.operands if o in instructions))
+        instructions[i.name] = i
+        root = i if is_root and root is None else root
+    found = tuple(instructions.values())
+    parameters = sorted((i for i in found if i.opcode == "parameter"), key=lambda i: i.index)
+    return Computation(name, found, root if root is not None else found[-1], tuple(parameters))
 
 
 def _instruction(line: str, frames: _Frames) -> tuple[Instruction, bool] | None:
