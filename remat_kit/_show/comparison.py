@@ -10,6 +10,10 @@ from remat_kit._target.comparison import Comparison, ComparisonRow
 from remat_kit._units import format_bytes, format_seconds, printable
 
 
+# Notes that belong to one measurement, not to the comparison.
+_DETAILS = ("flops counts", "An earlier compile", "How what is held", "The TPU compiler's peak")
+
+
 def print_comparison(c: Comparison, console: Console | None = None) -> None:
     """Prints one row for each policy: kept (predicted), peak, temporary and host memory (compiled), cost, time."""
     console = console or Console()
@@ -33,7 +37,7 @@ def print_comparison(c: Comparison, console: Console | None = None) -> None:
     for r in c.rows:
         effect = r.measurement.effect
         for text in (*(effect.findings if effect is not None else ()), *r.measurement.notes):
-            if text not in said and not text.startswith("flops counts"):
+            if text not in said and not text.startswith(_DETAILS):
                 said.add(text)
                 line(console, f"{printable(r.name)}: {printable(text)}", style="yellow")
     for name, reason in c.refused.items():
