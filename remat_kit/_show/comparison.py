@@ -9,7 +9,6 @@ from remat_kit._show.tables import captured, line, pairs, table
 from remat_kit._target.comparison import Comparison, ComparisonRow
 from remat_kit._units import format_bytes, format_seconds, printable
 
-
 # Notes that belong to one measurement, not to the comparison.
 _DETAILS = ("flops counts", "An earlier compile", "How what is held", "The TPU compiler's peak")
 
