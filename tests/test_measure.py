@@ -189,16 +189,6 @@ def test_a_jitted_step_refuses_a_policy_that_would_undo_its_jit():
         rk.measure(jax.jit(step, donate_argnums=0), W, state, X, grad=False, policy="full", target="cpu")
 
 
-def test_arguments_in_host_memory():
-    if OLD_CPU:
-        pytest.skip("the CPU of this JAX has one memory")
-    x = jax.device_put(
-        jnp.ones((64, 64)), jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    )
-    m = rk.measure(lambda x: jnp.sum(jnp.sin(jax.device_put(x, jax.memory.Space.Device))), x, grad=False, target="cpu")
-    assert m.peak_bytes >= 0 and m.host_bytes is not None
-
-
 def test_static_arguments_of_a_jitted_step():
     @functools.partial(jax.jit, static_argnames=("n", "name"))
     def step(x, n, name):
@@ -281,6 +271,8 @@ def test_timing_a_step_that_takes_its_arguments_memory():
         ({"timeout": "long"}, "timeout"),
         ({"compiler_options": 5}, "compiler_options"),
         ({"argnums": 7}, "argnums"),
+        ({"grad": False, "argnums": 1}, "nothing is"),
+        ({"grad": False, "has_aux": True}, "nothing is"),
         ({"compiler_options": {"xla_no_such_option": True}}, "xla_no_such_option"),
         ({"compiler_options": {"xla_dump_to": object()}}, "texts, bools or numbers"),
     ],
@@ -344,6 +336,16 @@ def test_offload_shows_as_host_memory(target):
     m = rk.measure(scanned, W, X, policy="offload op=dot_general", target=target)
     assert m.host_bytes >= m.residuals.host_bytes == 6 * 256 * 64 * 4
     assert not any("ropped" in n for n in m.notes)
+
+
+@pytest.mark.parametrize("target", [TPU, CUDA])
+def test_arguments_in_host_memory_are_counted_apart(target):
+    mesh = rk.target(target).mesh(("one",), (1,))
+    on_host = NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=on_host)
+    m = rk.measure(lambda x: jnp.sum(jnp.sin(jax.device_put(x, jax.memory.Space.Device))), x, grad=False, target=target)
+    assert m.host_argument_bytes == 4 * 1024**2 and m.argument_bytes == 0
+    assert 4 * 1024**2 <= m.peak_bytes < 8 * 1024**2  # its copy on the device
 
 
 @pytest.mark.tpu

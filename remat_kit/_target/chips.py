@@ -150,7 +150,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
                 chip_config_name="megacore",
             ),
             _tpu("v5e", "TPU v5e", 15.75, 819e9, 197e12, 393e12, 16e9, "2x2", ("TPU v5 lite", "TPU v5e"), 256),
-            _tpu("v5p", "TPU v5p", 95.73, 2765e9, 459e12, 918e12, 16e9, "2x2x1", ("TPU v5", "TPU v5p"), 8960),
+            _tpu("v5p", "TPU v5p", 95.73, 2765e9, 459e12, 918e12, 16e9, "2x2x1", ("TPU v5", "TPU v5p"), 6144),
             _tpu(
                 "v6e",
                 "TPU v6e (Trillium)",

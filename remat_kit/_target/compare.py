@@ -9,6 +9,7 @@ from typing import Any
 
 from remat_kit._apply import Policies, Rules
 from remat_kit._errors import RematError
+from remat_kit._progress import track
 from remat_kit._target.budget import budget_bytes
 from remat_kit._target.comparison import Comparison, ComparisonRow
 from remat_kit._target.compile import TIMEOUT
@@ -52,8 +53,6 @@ def compare(
       RematError: for an unknown policy, before anything is compiled; as `measure` does where no policy can be
         measured.
     """
-    from remat_kit._show.progress import track
-
     named = _named(policies)
     setting = Setting.of(
         target,
@@ -81,7 +80,7 @@ def compare(
     flops = base.flops if base is not None else _flops_without_remat(setting, fun, args, kwargs, found)
     if base is not None:
         found = {
-            n: m if m is base else dataclasses.replace(m, effect=effect(base, m, keep_barriers))
+            n: m if m is base else dataclasses.replace(m, effect=effect(base, m, setting.keep_barriers))
             for n, m in found.items()
         }
     rows = tuple(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from remat_kit._errors import RematError
+from remat_kit._frames import data_frame
 from remat_kit._target.measurement import SCHEMA, Measurement
 
 
@@ -100,11 +100,7 @@ class Comparison:
         Raises:
           RematError: when pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError:
-            raise RematError("to_pandas() needs pandas, which is not installed: pip install pandas") from None
-        return pd.DataFrame([row.to_dict() for row in self.rows])
+        return data_frame(row.to_dict() for row in self.rows)
 
     def print(self, console: Any = None) -> None:
         """Prints the table to a rich console (standard output by default)."""

@@ -75,10 +75,6 @@ class Shape:
             found = found.parts[i]
         return found
 
-    def bytes_in(self, space: int) -> int:
-        """Bytes of the arrays in one memory space."""
-        return sum(s.nbytes for _, s in self.arrays if s.space == space)
-
     def __str__(self) -> str:
         if self.parts is not None:
             return "(" + ", ".join(map(str, self.parts)) + ")"

@@ -8,6 +8,7 @@ from typing import Any
 
 from remat_kit._apply import Policies
 from remat_kit._errors import RematError
+from remat_kit._progress import say
 from remat_kit._target.budget import budget_bytes
 from remat_kit._target.compile import TIMEOUT
 from remat_kit._target.figures import measured
@@ -96,8 +97,6 @@ def max_batch(
     Raises:
       RematError: as `measure` does; where neither the target's memory nor a budget is known.
     """
-    from remat_kit._show.progress import say
-
     for name, value in (("multiple", multiple), ("limit", limit)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
             raise RematError(f"{name} is a positive number of examples, got {value!r}.")

@@ -73,4 +73,4 @@ def measure(
     if against is None:
         return found
     before = measured(setting.step(fun, args, kwargs, against), setting)
-    return dataclasses.replace(found, effect=effect(before, found, keep_barriers))
+    return dataclasses.replace(found, effect=effect(before, found, setting.keep_barriers))

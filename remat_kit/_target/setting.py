@@ -51,7 +51,8 @@ class Setting:
         """Reads the options of `measure`.
 
         Raises:
-          RematError: for an unknown target, timing on one that is not attached, barriers on another than the CPU.
+          RematError: for an unknown target, timing on one that is not attached, barriers on another than the CPU, and
+            options that would have no effect.
         """
         where = as_target(target)
         if time and not where.attached:
@@ -69,6 +70,8 @@ class Setting:
                 raise RematError(
                     f"compiler_options map XLA's names to texts, bools or numbers, got {name!r}: {value!r}."
                 )
+        if not grad and (argnums != 0 or has_aux):
+            raise RematError("argnums and has_aux say how a loss is differentiated; with grad=False nothing is.")
         if keep_barriers:
             if where.platform != "cpu":
                 raise RematError(f"keep_barriers=True is for the CPU's compiler; {where} keeps them by itself.")

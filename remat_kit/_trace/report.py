@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from remat_kit._errors import RematError
+from remat_kit._frames import data_frame
 
 SCHEMA = 1
 
@@ -246,12 +247,7 @@ class Residuals:
         Raises:
           RematError: when pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError:
-            raise RematError("to_pandas() needs pandas, which is not installed: pip install pandas") from None
-        rows = [{"label": e.label, **e.to_dict(), "bytes_per_flop": e.bytes_per_flop} for e in self.entries]
-        return pd.DataFrame(rows)
+        return data_frame({"label": e.label, **e.to_dict(), "bytes_per_flop": e.bytes_per_flop} for e in self.entries)
 
     def print(self, console: Any = None, *, top: int | None = None) -> None:
         """Prints the table to a rich console (standard output by default), sized to the terminal."""
