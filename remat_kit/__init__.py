@@ -12,6 +12,12 @@ from remat_kit._errors import RematError as RematError
 from remat_kit._errors import RematWarning as RematWarning
 from remat_kit._errors import UnknownPolicyError as UnknownPolicyError
 from remat_kit._override import override as override
+from remat_kit._plan.frontier import Frontier as Frontier
+from remat_kit._plan.frontier import frontier as frontier
+from remat_kit._plan.plan import Plan as Plan
+from remat_kit._plan.plan import PlannedBlock as PlannedBlock
+from remat_kit._plan.plan import PlannedValue as PlannedValue
+from remat_kit._plan.planner import plan as plan
 from remat_kit._policy import Action as Action
 from remat_kit._policy import Policy as Policy
 from remat_kit._policy import Rule as Rule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,73 @@ from remat_kit._trace.blocks import Candidate
 from remat_kit._trace.default import default_blocks
 from remat_kit._units import printable
 
-Policies = Any  # str | Policy | JAX callable | Mapping[str, str | Policy | callable]
+Policies = Any  # str | Policy | JAX callable | Mapping[str, str | Policy | callable] | Planned
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockForm:
+    """What of a block's program a plan depends on.
+
+    Attributes:
+      inputs: the types of its inputs, ``bfloat16[8,1024]``.
+      digest: of the operations in it with the types of their results.
+    """
+
+    inputs: tuple[str, ...]
+    digest: str
+
+    @classmethod
+    def of(cls, block: Candidate) -> BlockForm:
+        """Reads the form of a block."""
+        program, _ = program_of(block)
+        inputs = tuple(v.aval.str_short() for v in jaxprs.opened(program).invars)
+        return cls(inputs, survey.digest(program))
+
+
+class Planned(abc.ABC):
+    """Policies that were chosen for the blocks of one program."""
+
+    strict: bool
+
+    @property
+    @abc.abstractmethod
+    def title(self) -> str:
+        """What reports call it."""
+
+    @abc.abstractmethod
+    def items(self) -> tuple[tuple[str | None, Policy], ...]:
+        """Policies by block glob, in order; the glob None means the default blocks."""
+
+    @abc.abstractmethod
+    def forms(self) -> Mapping[str, BlockForm]:
+        """The form of each block that it was made for, by path."""
+
+    def check(self, chosen: Sequence[tuple[Candidate, Policy]]) -> None:
+        """Compares a program's blocks with those that this was made for.
+
+        Raises:
+          RematError: where they are others; if `strict` also where one of them computes something else.
+        """
+        forms, found = self.forms(), {c.path: c for c, _ in chosen}
+        lost, new = [p for p in forms if p not in found], [p for p in found if p not in forms]
+        if lost or new:
+            said = [f"it lacks {', '.join(lost[:5])}"] * bool(lost) + [f"it has {', '.join(new[:5])} besides"] * bool(
+                new
+            )
+            raise RematError(f"{self.title}: the program has other blocks than it was made for: {' and '.join(said)}.")
+        for path, form in forms.items() if self.strict else ():
+            now = BlockForm.of(found[path])
+            if now == form:
+                continue
+            pairs = zip(form.inputs, now.inputs, strict=False)
+            differ = next((f"an input is {b}, and was {a}" for a, b in pairs if a != b), "")
+            if not differ:
+                more = f"{len(now.inputs)} inputs, and had {len(form.inputs)}"
+                differ = f"it has {more}" if len(now.inputs) != len(form.inputs) else "it computes something else"
+            raise RematError(
+                f"{self.title}: block {path!r} is not the one that it was made for: {differ}. Plan again; or, to use "
+                "it where the blocks are the same but for sizes, load it with strict=False."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +93,17 @@ class Rules:
     """What a user asked of `apply`: policies by block glob, in order; the glob None means the default blocks."""
 
     items: tuple[tuple[str | None, Policy], ...]
+    plan: Planned | None = None
 
     @classmethod
     def of(cls, spec: Policies) -> Rules:
-        """Reads a policy, or a mapping of block globs to policies.
+        """Reads a policy, a mapping of block globs to policies, or a plan.
 
         Raises:
           RematError: for an empty mapping, or a key that is not a string.
         """
+        if isinstance(spec, Planned):
+            return cls(spec.items(), spec)
         if not isinstance(spec, Mapping):
             return cls(((None, policy(spec)),))
         if not spec:
@@ -44,6 +114,8 @@ class Rules:
         return cls(tuple((k, policy(v)) for k, v in spec.items()))
 
     def __str__(self) -> str:
+        if self.plan is not None:
+            return self.plan.title
         return "; ".join(f"{k}: {p.name or p}" if k is not None else p.name or str(p) for k, p in self.items)
 
 
@@ -69,7 +141,9 @@ def select(traced: tracing.Traced, rules: Rules) -> Chosen:
       RematError: for a glob that matches no block (near matches named), or that decides nothing.
     """
     candidates = blocks.find(traced.jaxpr)
-    if rules.items[0][0] is None:
+    if not rules.items:
+        taken: list[tuple[Candidate, Policy]] = []
+    elif rules.items[0][0] is None:
         policy = rules.items[0][1]
         taken = [(c, policy) for c in default_blocks(traced, candidates)]
     else:
@@ -77,7 +151,10 @@ def select(traced: tracing.Traced, rules: Rules) -> Chosen:
         pieces = blocks.segments(traced.jaxpr)
         if not candidates or all(any(matches(g, c.path, "/") for c in pieces) for g, _ in globs):
             candidates = pieces
-        taken = _by_glob(candidates, globs)
+        rest = [(g, p) for g, p in globs if blocks.is_rest(g)]
+        taken = _by_glob(candidates, [(g, p) for g, p in globs if not blocks.is_rest(g)])
+        if rest:
+            taken += _by_glob(blocks.rest(traced.jaxpr, [c for c, _ in taken]), rest)
     mine = {id(c) for c, _ in taken}
     around = {id(a) for c, _ in taken for a in c.ancestors()}
     removed = [
@@ -131,6 +208,8 @@ def rewritten(traced: tracing.Traced, rules: Rules, *, in_loop: bool = False) ->
     """
     check_names(traced.jaxpr, [p for _, p in rules.items])
     chosen = select(traced, rules)
+    if rules.plan is not None:
+        rules.plan.check(chosen.blocks)
     # A loss may hold a gradient (a penalty on it, say); a step returns what it makes of one.
     returns_arrays = any(jaxprs.is_inexact(v.aval) and v.aval.shape for v in jaxprs.opened(traced.jaxpr).outvars)
     if returns_arrays and any(survey.contains_gradient(c.owner.eqns[i] for i in c.eqns) for c, _ in chosen.blocks):

@@ -8,7 +8,7 @@ from typing import Any
 
 from remat_kit._errors import RematError, RematWarning, near_matches
 from remat_kit._globs import matches
-from remat_kit._naming import Place, is_reserved, values
+from remat_kit._naming import Place, asks_labels, is_reserved, labels, values
 from remat_kit._policy import Policy
 from remat_kit._policy_text import format_rule
 from remat_kit._presets import presets, unmatched_names
@@ -56,11 +56,16 @@ def warn_unmatched(asked: Sequence[tuple[Policy, Any, Place]]) -> None:
     """
     lenient = set(presets.values())
     for policy in dict.fromkeys(p for p, _, _ in asked if p.rules and p not in lenient):
-        found = [f for p, program, place in asked if p == policy for f in values(program, place)]
+        known = labels if asks_labels(policy) else lambda program: {}
+        found = [f for p, program, place in asked if p == policy for f in values(program, place, known(program))]
         for rule in policy.rules:
             if any(rule.selector.matches(f) for f in found):
                 continue
-            pairs = ((rule.selector.op, {f.op for f in found}), (rule.selector.path, {f.path for f in found}))
+            pairs = (
+                (rule.selector.op, {f.op for f in found}),
+                (rule.selector.path, {f.path for f in found}),
+                (rule.selector.value, {f.value for f in found}),
+            )
             near = "".join(near_matches(glob, known) for globs, known in pairs for glob in globs)
             warnings.warn(
                 f"the rule '{format_rule(rule)[:200]}' matches no value that it could save or offload.{near}",

@@ -6,11 +6,12 @@ one reserved name, offloaded ones another, so that a single JAX policy serves ev
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -58,24 +59,59 @@ class Place:
     Attributes:
       scopes: the name scopes on the calls around it, marks included, outermost first.
       trips: how often it runs.
+      position: the way from the block to it: for each call the index of its equation and that of the program in it.
     """
 
     scopes: tuple[str, ...] = ()
     trips: int = 1
+    position: tuple[int, ...] = ()
 
-    def into(self, eqn: JaxprEqn, trips: int = 1) -> Place:
-        """The place of a program nested in one of this one's equations."""
-        return Place((*self.scopes, *jaxprs.scopes(eqn)), self.trips * trips)
+    def into(self, eqn: JaxprEqn, index: int, number: int = 0, trips: int = 1) -> Place:
+        """The place of a program nested in one of this one's equations, the `index`-th."""
+        scopes = (*self.scopes, *jaxprs.scopes(eqn))
+        return Place(scopes, self.trips * trips, (*self.position, index, number))
 
 
 TOP = Place()
 
 
-def facts(eqn: JaxprEqn, index: int, names: Names, place: Place) -> ValueFacts:
+Labels = Mapping[tuple[tuple[int, ...], int], str]  # by the position of an equation in its block, and the output
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Naming:
+    """How the values of one block are named.
+
+    Attributes:
+      name: the checkpoint name of a value; None leaves it without one.
+      labels: the label of each value (see `labels`); may be empty where `name` does not ask for it.
+    """
+
+    name: Callable[[ValueFacts], str | None]
+    labels: Labels = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, policy: Policy, jaxpr: Any) -> Naming:
+        """Names what a policy saves or offloads in a closed program, by its reserved names."""
+
+        def name(value: ValueFacts) -> str | None:
+            action = policy.action(value)
+            return None if action is Action.RECOMPUTE else name_for(action, policy)
+
+        return cls(name, labels(jaxpr) if asks_labels(policy) else {})
+
+
+def asks_labels(policy: Policy) -> bool:
+    """Whether a policy selects single values by their labels."""
+    return any(r.selector.value for r in policy.rules)
+
+
+def facts(eqn: JaxprEqn, i: int, index: int, names: Names, place: Place, known: Labels) -> ValueFacts:
     """What a policy may select a value by.
 
     Args:
-      place: of the program that the equation stands in.
+      i: the number of the equation in its program.
+      place: of that program.
     """
     aval = eqn.outvars[index].aval
     file, _, _ = jaxprs.source_line(eqn)
@@ -87,16 +123,37 @@ def facts(eqn: JaxprEqn, index: int, names: Names, place: Place) -> ValueFacts:
     return ValueFacts(
         names=names,
         op=jaxprs.op_of(eqn),
-        path=marks.path(place.into(eqn).scopes),
+        path=marks.path((*place.scopes, *jaxprs.scopes(eqn))),
         source=file,
         dtype=str(getattr(aval, "dtype", "")),
         bytes=jaxprs.nbytes(aval) * place.trips,
         batch_dims=batch_dims,
+        value=known.get(((*place.position, i), index), ""),
     )
 
 
-def evaluate_named(jaxpr: Any, policy: Policy, args: Sequence[Any], place: Place = TOP, outer: Any = None) -> list:
-    """Evaluates a closed program with the values that a policy saves or offloads named.
+def labels(jaxpr: Any) -> Labels:
+    """A label for each value of a closed program that can be named, nested programs included.
+
+    The module path inside the program and the primitive, and from the second one on its number there, in program
+    order: ``attn/dot_general#2``. Equal programs have equal labels, wherever they stand. A first module that all
+    paths share (the layer that a scan's body is) is left out.
+    """
+    visited = list(_visit(jaxpr, TOP, None, {}))
+    heads = {value.path.partition("/")[0] for _, _, value in visited}
+    shared = f"{heads.pop()}/" if len(heads) == 1 else ""
+    used: collections.Counter[str] = collections.Counter()
+    found: dict[tuple[tuple[int, ...], int], str] = {}
+    for at, index, value in visited:
+        text = f"{value.path}/{value.op}".removeprefix(shared).lstrip("/")
+        label = "".join("_" if c.isspace() or not c.isprintable() else c for c in text)
+        used[label] += 1
+        found[at, index] = label if used[label] == 1 else f"{label}#{used[label]}"
+    return found
+
+
+def evaluate_named(jaxpr: Any, naming: Naming, args: Sequence[Any], place: Place = TOP, outer: Any = None) -> list:
+    """Evaluates a closed program with values named.
 
     Args:
       place: of the program.
@@ -111,10 +168,11 @@ def evaluate_named(jaxpr: Any, policy: Policy, args: Sequence[Any], place: Place
     def read(v: Any) -> Any:
         return v.val if isinstance(v, Literal) else env[v]
 
-    for eqn in owner.eqns:
+    for i, eqn in enumerate(owner.eqns):
         operands = [read(v) for v in eqn.invars]
-        actions = [policy.action(f) if f is not None else Action.RECOMPUTE for f in nameable(eqn, names, made, place)]
-        results = _evaluate(eqn, policy, operands, place, names, actions)
+        asked = nameable(eqn, i, names, made, place, naming.labels)
+        given = [naming.name(f) if f is not None else None for f in asked]
+        results = _evaluate(eqn, i, naming, operands, place, names, given)
         for v, x in zip(eqn.outvars, results, strict=True):
             env[v] = x
     return [read(v) for v in owner.outvars]
@@ -136,36 +194,53 @@ def names_of(owner: Any, outer: Sequence[Names]) -> dict[Any, Names]:
     return found
 
 
-def nameable(eqn: JaxprEqn, names: dict[Any, Names], made: set[Any], place: Place) -> list[ValueFacts | None]:
-    """For each output of an equation what a policy may select it by; None where it cannot or need not be named."""
+def nameable(
+    eqn: JaxprEqn, i: int, names: dict[Any, Names], made: set[Any], place: Place, known: Labels
+) -> list[ValueFacts | None]:
+    """For each output of the `i`-th equation of a program what a policy may select it by.
+
+    None where it cannot or need not be named.
+    """
     name = jaxprs.name_of(eqn)
     nested = any(c.rewritable for c in jaxprs.calls(eqn))
     out: list[ValueFacts | None] = []
-    for i, v in enumerate(eqn.outvars):
+    for index, v in enumerate(eqn.outvars):
         mine = names.get(v, ())
         # A named value is named once more where it is made; where that is outside, at the name itself.
         again = name is not None and eqn.invars[0] in made
         skip = again or jaxprs.is_ref(v.aval) or not hasattr(v.aval, "dtype") or (nested and not mine)
-        out.append(None if skip else facts(eqn, i, mine, place))
+        out.append(None if skip else facts(eqn, i, index, mine, place, known))
     return out
 
 
-def values(jaxpr: Any, place: Place = TOP, outer: Any = None) -> Iterator[ValueFacts]:
-    """What a policy is asked about in a closed program and those nested in it, in program order."""
+def values(jaxpr: Any, place: Place = TOP, known: Labels | None = None) -> Iterator[ValueFacts]:
+    """What a policy is asked about in a closed program and those nested in it, in program order.
+
+    Args:
+      known: the labels of its values, where they matter.
+    """
+    return (value for _, _, value in _visit(jaxpr, place, None, known or {}))
+
+
+def _visit(jaxpr: Any, place: Place, outer: Any, known: Labels) -> Iterator[tuple[tuple[int, ...], int, ValueFacts]]:
+    """Each value that a policy is asked about, with the position of its equation and its number among the outputs."""
     owner = jaxprs.opened(jaxpr)
     names = names_of(owner, outer if outer is not None else [()] * len(owner.outvars))
     made = {v for e in owner.eqns for v in e.outvars if jaxprs.name_of(e) is None}
-    for eqn in owner.eqns:
-        yield from (f for f in nameable(eqn, names, made, place) if f is not None)
-        for call in _reached(eqn):
-            yield from values(call.jaxpr, place.into(eqn, call.trips), _outer(call, eqn, names))
+    for i, eqn in enumerate(owner.eqns):
+        for index, f in enumerate(nameable(eqn, i, names, made, place, known)):
+            if f is not None:
+                yield (*place.position, i), index, f
+        for number, call in enumerate(jaxprs.calls(eqn)):
+            if _reaches(call):
+                yield from _visit(call.jaxpr, place.into(eqn, i, number, call.trips), _outer(call, eqn, names), known)
         if jaxprs.is_custom_vjp(eqn) and not jaxprs.remat3() and (rule := jaxprs.forward_rule(eqn)) is not None:
-            yield from values(jaxprs.close(rule), place.into(eqn))
+            yield from _visit(jaxprs.close(rule), place.into(eqn, i), None, known)
 
 
-def _reached(eqn: JaxprEqn) -> list[jaxprs.Call]:
-    """The programs nested in an equation whose values a policy can save."""
-    return [c for c in jaxprs.calls(eqn) if c.rewritable and c.kind is not CallKind.WHILE]
+def _reaches(call: jaxprs.Call) -> bool:
+    """Whether a policy can save values of a nested program."""
+    return call.rewritable and call.kind is not CallKind.WHILE
 
 
 def _outer(call: jaxprs.Call, eqn: JaxprEqn, names: dict[Any, Names]) -> list[Names]:
@@ -175,10 +250,16 @@ def _outer(call: jaxprs.Call, eqn: JaxprEqn, names: dict[Any, Names]) -> list[Na
 
 
 def _evaluate(
-    eqn: JaxprEqn, policy: Policy, operands: list[Any], place: Place, names: dict[Any, Names], actions: list[Action]
+    eqn: JaxprEqn,
+    i: int,
+    naming: Naming,
+    operands: list[Any],
+    place: Place,
+    names: dict[Any, Names],
+    given: list[str | None],
 ) -> list[Any]:
-    inside = place.into(eqn)
-    kept = [a for a in actions if a is not Action.RECOMPUTE]
+    inside = place.into(eqn, i)
+    kept = [name for name in given if name is not None]
     if kept and jaxprs.is_custom_vjp(eqn):
         if jaxprs.remat3():
             warnings.warn(
@@ -187,46 +268,45 @@ def _evaluate(
                 RematWarning,
                 stacklevel=2,
             )
-        results = jaxprs.name_custom_vjp(eqn, operands, name_for(kept[0], policy))
+        results = jaxprs.name_custom_vjp(eqn, operands, kept[0])
     elif jaxprs.is_custom_vjp(eqn) and not jaxprs.remat3():
-        results = jaxprs.through_forward_rule(eqn, operands, lambda rule, xs: evaluate_named(rule, policy, xs, inside))
+        results = jaxprs.through_forward_rule(eqn, operands, lambda rule, xs: evaluate_named(rule, naming, xs, inside))
     elif (region := jaxprs.remat_region(eqn)) is not None:
         with jaxprs.context(eqn):
-            results = list(_region(eqn, region, policy, place, names)(*operands))
+            results = list(_region(eqn, region, naming, inside, names)(*operands))
     else:
-        results = jaxprs.bind(eqn, operands, _named_programs(eqn, policy, place, names))
+        results = jaxprs.bind(eqn, operands, _named_programs(eqn, i, naming, place, names))
     if not kept:
         return results
     with jaxprs.context(eqn):
-        results = [
-            x if a is Action.RECOMPUTE else jaxprs.named(x, name_for(a, policy))
-            for x, a in zip(results, actions, strict=True)
-        ]
+        results = [x if name is None else jaxprs.named(x, name) for x, name in zip(results, given, strict=True)]
         if reads_output(eqn):
             results = _attach(eqn, results, operands)
     return results
 
 
 def _region(
-    eqn: JaxprEqn, region: jaxprs.Region, policy: Policy, place: Place, names: dict[Any, Names]
+    eqn: JaxprEqn, region: jaxprs.Region, naming: Naming, inside: Place, names: dict[Any, Names]
 ) -> Callable[..., Any]:
     """A `jax.checkpoint` region inside the block, as it was written but with the values of the block's policy named."""
     (call,) = jaxprs.calls(eqn)
 
     def body(*xs: Any) -> list[Any]:
-        return evaluate_named(region.jaxpr, policy, xs, place.into(eqn), _outer(call, eqn, names))
+        return evaluate_named(region.jaxpr, naming, xs, inside, _outer(call, eqn, names))
 
     return jax.checkpoint(body, policy=region.policy, prevent_cse=region.prevent_cse)
 
 
-def _named_programs(eqn: JaxprEqn, policy: Policy, place: Place, names: dict[Any, Names]) -> dict[Any, Any]:
+def _named_programs(eqn: JaxprEqn, i: int, naming: Naming, place: Place, names: dict[Any, Names]) -> dict[Any, Any]:
     """The programs nested in an equation, each with its own values named."""
     programs: dict[Any, Any] = {}
-    for call in _reached(eqn):
+    for number, call in enumerate(jaxprs.calls(eqn)):
+        if not _reaches(call):
+            continue
 
-        def body(*xs: Any, call: Any = call) -> list[Any]:
-            inside = place.into(eqn, call.trips)
-            return evaluate_named(call.jaxpr, policy, xs, inside, _outer(call, eqn, names))
+        def body(*xs: Any, call: Any = call, number: int = number) -> list[Any]:
+            inside = place.into(eqn, i, number, call.trips)
+            return evaluate_named(call.jaxpr, naming, xs, inside, _outer(call, eqn, names))
 
         if call.kind is CallKind.SHARD_MAP:
             programs[call.key] = body

@@ -33,6 +33,7 @@ class Criteria(TypedDict, total=False):
     larger_than: int | str
     smaller_than: int | str
     batch_dims: bool
+    value: _Globs
 
 
 @dataclass(frozen=True, repr=False)
@@ -268,7 +269,7 @@ def save(**criteria: Unpack[Criteria]) -> Policy:
     """Returns the policy that saves the values that meet all criteria, and recomputes the rest.
 
     Args:
-        **criteria: `name`, `op`, `path`, `source`, `dtype` (globs: text, ``a|b`` for either, or several),
+        **criteria: `name`, `op`, `path`, `source`, `dtype`, `value` (globs: text, ``a|b`` for either, or several),
             `larger_than`, `smaller_than` (bytes, or text such as ``"1MiB"``) and `batch_dims`, as in `Selector`.
             Without any, all values are saved.
 

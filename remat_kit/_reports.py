@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -76,16 +76,12 @@ def report(loss: Loss) -> Residuals:
         chosen = default.default_blocks(traced, blocks.find(traced.jaxpr))
     else:
         chosen = [c for c, _ in applied.blocks]
-    try:
-        lin = linearize(jaxpr, list(loss.differentiated), list(loss.outputs))
-    except (ValueError, TypeError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0][:300]
-        raise RematError(f"reverse mode cannot differentiate the function: {reason}") from error
+    lin = differentiable(lambda: linearize(jaxpr, list(loss.differentiated), list(loss.outputs)))
 
     def block_of(chain: tuple[int, ...]) -> str:
         return default.block_of(chosen, [lin.tagged.origins[t].eqn for t in chain]) if loss.rules is None else ""
 
-    local = _device_bytes(call)
+    local = device_bytes(call)
     avals = [v.aval for v in jaxprs.opened(traced.jaxpr).invars]
     sharded = any(n < jaxprs.nbytes(avals[i]) for i, n in local.items())
     found = reading.read(
@@ -104,7 +100,25 @@ def report(loss: Loss) -> Residuals:
     )
 
 
-def _device_bytes(call: _adapters.Call) -> dict[int, int]:
+T = TypeVar("T")
+
+
+def differentiable(read: Callable[[], T]) -> T:
+    """Returns what a function that differentiates the loss returns.
+
+    Raises:
+      RematError: where JAX cannot differentiate it in reverse mode.
+    """
+    try:
+        return read()
+    except RematError:
+        raise
+    except (ValueError, TypeError, NotImplementedError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise RematError(f"reverse mode cannot differentiate the function: {reason}") from error
+
+
+def device_bytes(call: _adapters.Call) -> dict[int, int]:
     """Bytes on one device of arguments with a known sharding."""
     out = {}
     leaves, _ = tracing.split((call.args, call.kwargs))

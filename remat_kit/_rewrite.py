@@ -286,7 +286,9 @@ def asks_place(selector: Selector) -> bool:
 
 def _function(jaxpr: Any, policy: Policy | None, place: _naming.Place, plain: bool) -> Flat:
     def block(*args: Any) -> list[Any]:
-        return jaxprs.evaluate(jaxpr, *args) if policy is None else _naming.evaluate_named(jaxpr, policy, args, place)
+        if policy is None:
+            return jaxprs.evaluate(jaxpr, *args)
+        return _naming.evaluate_named(jaxpr, _naming.Naming.of(policy, jaxpr), args, place)
 
     def unmarked(*args: Any) -> list[Any]:
         return jaxprs.evaluate(survey.map_scopes(jaxprs.trace(block, _avals(jaxpr)), marks.plain), *args)

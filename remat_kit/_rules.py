@@ -16,7 +16,7 @@ from remat_kit import _globs
 from remat_kit._bytes import format_bytes, parse_bytes
 from remat_kit._errors import RematError, near_matches
 
-SEPARATORS = {"name": "", "op": "", "path": "/", "source": "/", "dtype": ""}
+SEPARATORS = {"name": "", "op": "", "path": "/", "source": "/", "dtype": "", "value": "/"}
 _DTYPES = {
     **{f"f{n}": f"float{n}" for n in (16, 32, 64)},
     **{f"{s}{n}": f"{'u' * (s == 'u')}int{n}" for s in ("i", "u", "s") for n in (8, 16, 32, 64)},
@@ -47,6 +47,7 @@ class ValueFacts:
         bytes: its size in bytes, as kept (times the trip count where it is kept for each trip).
         batch_dims: for matrix products, whether they have batch dimensions (``scaled_matmul_wrapper``: whether its
             batch is not 1, which is what JAX asks); None for everything else.
+        value: its label, unique in its block (``attn/dot_general#2``); empty where no rule asks for it.
     """
 
     names: tuple[str, ...] = ()
@@ -56,6 +57,7 @@ class ValueFacts:
     dtype: str = ""
     bytes: int = 0
     batch_dims: bool | None = None
+    value: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Selector:
         larger_than: bytes, strictly more than.
         smaller_than: bytes, strictly less than.
         batch_dims: whether a matrix product has batch dimensions; True and False both leave out other operations.
+        value: globs on the labels of single values: the module path inside the block, the primitive and, from the
+            second one on, its number there (``attn/dot_general#2``). What plans are made of.
 
     Raises:
         RematError: for malformed globs or sizes, wrong types, or when nothing is asked.
@@ -88,6 +92,7 @@ class Selector:
     larger_than: int | None = None
     smaller_than: int | None = None
     batch_dims: bool | None = None
+    value: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for key in FIELDS:
@@ -111,6 +116,7 @@ class Selector:
             and (self.smaller_than is None or value.bytes < self.smaller_than)
             and (self.batch_dims is None or value.batch_dims == self.batch_dims)
             and (not self.op or _globs.matches_any(self.op, value.op))
+            and (not self.value or _globs.matches_any(self.value, value.value, "/"))
             and (not self.name or any(_globs.matches_any(self.name, name) for name in value.names))
             and (not self.dtype or _globs.matches_any(self.dtype, value.dtype))
             and (not self.path or _globs.matches_any(self.path, value.path, "/"))

@@ -7,7 +7,7 @@ from remat_kit._errors import RematError
 from remat_kit._target.target import Target
 
 
-def budget_bytes(budget: int | float | str | None, target: Target) -> int | None:
+def budget_bytes(budget: int | float | str | None, target: Target | None) -> int | None:
     """Reads a budget.
 
     Args:
@@ -21,14 +21,15 @@ def budget_bytes(budget: int | float | str | None, target: Target) -> int | None
       RematError: for what is none of these; for a share of memory that is not known.
     """
     if budget is None:
-        return target.memory_bytes
+        return target.memory_bytes if target is not None else None
     if isinstance(budget, float):
         if not 0 < budget <= 1:
             raise RematError(
                 f"budget={budget!r}: a share of the memory is at most 1.0. For bytes pass an int or '14GiB'."
             )
-        if target.memory_bytes is None:
-            raise RematError(f"budget={budget!r} is a share of the memory of {target}, which is not known: pass bytes.")
+        if target is None or target.memory_bytes is None:
+            whose = f"{target}, which is not known" if target is not None else "a target, and there is none"
+            raise RematError(f"budget={budget!r} is a share of the memory of {whose}: pass bytes.")
         return int(budget * target.memory_bytes)
     found = parse_bytes(budget)
     if found == 0:

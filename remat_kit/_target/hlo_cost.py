@@ -263,7 +263,7 @@ def _read(module: Module, computation: Computation, i: Instruction) -> _Moved:
     operands = computation.operands(i)
     callees = module.called(i)
     if kind == "fusion" and callees:
-        return [m for n, o in enumerate(operands) for m in _read_inside(callees[0], n, o.shape)]
+        return [m for n, o in enumerate(operands) for m in _read_inside(module, callees[0], n, o.shape)]
     if kind in _SLICES and operands:
         taken = _result(i).nbytes
         return [(taken, operands[0].shape.space), *(m for o in operands[1:] for m in _plain(o.shape))]
@@ -272,8 +272,8 @@ def _read(module: Module, computation: Computation, i: Instruction) -> _Moved:
     return [m for o in operands for m in _plain(o.shape)]
 
 
-def _read_inside(callee: Computation, number: int, shape: Shape) -> _Moved:
-    """What a fused computation reads of one parameter: only slices of it, nothing, or all."""
+def _read_inside(module: Module, callee: Computation, number: int, shape: Shape) -> _Moved:
+    """What a fused computation reads of one parameter: only slices of it, nothing, or all. Fusions nest."""
     names = {p.name for p in callee.parameters if p.index == number}
     total = 0
     for i in callee.instructions:
@@ -283,6 +283,10 @@ def _read_inside(callee: Computation, number: int, shape: Shape) -> _Moved:
             names.add(i.name)
         elif i.opcode in _SLICES and i.operands[0] in names and names.isdisjoint(i.operands[1:]):
             total += i.shape.size * shape.bits // 8
+        elif i.opcode == "fusion" and (inner := module.called(i)) and inner[0] is not callee:
+            for n, operand in enumerate(i.operands):
+                if operand in names:
+                    total += sum(b for b, _ in _read_inside(module, inner[0], n, shape))
         elif not (i.opcode in _UPDATES and i.operands[0] in names and names.isdisjoint(i.operands[1:])):
             return _plain(shape)
     return [(min(total, shape.nbytes), shape.space)]

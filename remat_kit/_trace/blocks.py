@@ -310,6 +310,39 @@ def segments(jaxpr: Any, most: int | None = None) -> list[Candidate]:
     ]
 
 
+def is_rest(path: str) -> bool:
+    """Whether a path is that of a part between blocks, see `rest`."""
+    return re.fullmatch(r"rest_\d+", path) is not None
+
+
+def rest(jaxpr: Any, chosen: Sequence[Candidate]) -> list[Candidate]:
+    """The parts of a program before, between and behind chosen blocks that stand side by side: ``rest_0``, ...
+
+    Where blocks stand in several programs, the parts of the outermost one.
+    """
+    if not chosen or any(c.kind in ("segment", "whole") for c in chosen):
+        return []
+    site = min((c.site for c in chosen), key=len)
+    owner, outer = next((c.owner, c.outer) for c in chosen if c.site == site)
+    taken: set[int] = set()
+    for c in chosen:
+        if c.site[: len(site)] != site:
+            return []
+        mine = c.eqns if c.site == site else (c.site[len(site)][0],)
+        taken |= set(range(min(mine), max(mine) + 1))
+    uncut = _refs_alive(owner)
+    found: list[tuple[int, ...]] = []
+    run: list[int] = []
+    for i in range(len(owner.eqns) + 1):
+        if i < len(owner.eqns) and i not in taken:
+            run.append(i)
+            continue
+        if run and run[0] not in uncut and i not in uncut:
+            found.append(tuple(run))
+        run = []
+    return [Candidate("segment", f"rest_{k}", site, outer, owner, eqns) for k, eqns in enumerate(found)]
+
+
 def _refs_alive(owner: Any) -> set[int]:
     """The places between the making and the last use of a mutable reference: a block cannot hand one on."""
     made = {v: i for i, e in enumerate(owner.eqns) for v in e.outvars if jaxprs.is_ref(v.aval)}

@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from remat_kit._trace.jaxprs import Call, CallKind, JaxprEqn, calls, nbytes, op_of, opened, shard_shape
 from remat_kit._trace.op_costs import FREE, MATMULS, RULES, Cost, dtype, size
 
@@ -42,7 +44,7 @@ def eqn_cost(eqn: JaxprEqn) -> Cost:
       matmuls: 2 per multiply-add, `2 * batch * M * N * K`. Convolutions likewise, taps on padding and on the holes
         of dilation left out.
       elementwise (compare, select and type conversion too): 1 per output element; functions that XLA expands count
-        the operations of its expansion.
+        the operations of its expansion. Rounding to a type's own precision, as remat marks what it saves, is none.
       reductions: one operation less than elements, per result. Cumulative ones likewise (XLA takes more).
       sort: one comparison per element and level, `n * log2(n)`.
       scatter with a combination: 1 per update element; slices, gathers and other data movement: bytes only.
@@ -197,4 +199,8 @@ def _is_alias(eqn: JaxprEqn, op: str) -> bool:
     """Whether an equation that can move data leaves it as it is."""
     if op == "broadcast_in_dim":
         return size(eqn.invars[0]) == size(eqn.outvars[0])
+    if op == "reduce_precision":
+        # To its own precision, as `jax.checkpoint` marks what it saves: the same numbers.
+        own = jnp.finfo(eqn.outvars[0].aval.dtype)
+        return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (own.nexp, own.nmant)
     return op == "convert_element_type" and dtype(eqn.invars[0]) == dtype(eqn.outvars[0])

@@ -361,6 +361,22 @@ debug_callback debug_print device_put dma_start dynamic_slice dynamic_update_sli
 masked_load masked_swap new_ref pad ppermute ragged_all_to_all random_seed reshard rev roll scatter slice split stack
 swap tile transpose unstack zeros_like""".split()
 
+# What compilers compute element by element inside the loop of whatever reads it.
+ELEMENTWISE = frozenset(
+    (
+        *_ONE,
+        *_ONE_TRANSCENDENTAL,
+        *_EXPANDED,
+        *_ITERATED,
+        "integer_pow",
+        "broadcast_in_dim",
+        "iota",
+        "slice",
+        "pad",
+        "rev",
+    )
+)
+
 RULES: dict[str, Callable[[JaxprEqn], Cost]] = {
     **MATMULS,
     **_LINEAR_ALGEBRA,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -64,6 +65,26 @@ def map_scopes(jaxpr: Any, scopes_as: Callable[[tuple[str, ...]], tuple[str, ...
         return done[id(owner)]
 
     return visit(jaxpr)
+
+
+def digest(jaxpr: Any) -> str:
+    """A short text that differs for programs whose operations, types or constants' types do.
+
+    The same in every process and, as far as JAX traces the same operations, in every version.
+    """
+    found = hashlib.sha256()
+
+    def visit(program: Any) -> None:
+        owner = jaxprs.opened(program)
+        found.update(" ".join(str(v.aval) for v in jaxprs.inputs(program)).encode())
+        for e in owner.eqns:
+            operands = " ".join(str(v.aval) for v in e.invars)
+            found.update(f"{jaxprs.op_of(e)} {operands} > {' '.join(str(v.aval) for v in e.outvars)};".encode())
+            for call in jaxprs.calls(e):
+                visit(call.jaxpr)
+
+    visit(jaxpr)
+    return found.hexdigest()[:16]
 
 
 def fingerprint(jaxpr: Any, kept: dict[int, Any], scopes_as: Callable[[tuple[str, ...]], Any]) -> Any:

@@ -1,0 +1,92 @@
+"""The frontier of one block: points that no other beats in bytes kept, working bytes and cost."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+from remat_kit._plan.graph import Graph
+from remat_kit._plan.point import Point, choose, without_remat
+from remat_kit._plan.solve import Solver
+
+
+class BlockFrontier:
+    """Points of one block, from the fewest bytes kept to no remat at all; more of them where they are asked for.
+
+    Attributes:
+      graph: the block.
+      plain: the block without remat.
+    """
+
+    def __init__(self, graph: Graph, minimize: str, host_bytes: float = 0.0, *, save: bool = True) -> None:
+        self.graph, self.minimize = graph, minimize
+        self._solver = Solver(graph, minimize, host_bytes, save=save)
+        self._proved: list[tuple[float, float]] = []  # nothing that keeps so few bytes costs less than this
+        self._asked: set[int] = set()
+        self.plain = without_remat(graph)
+        self._all = [self.plain, choose(graph, ())]
+        least = self._solver.least()
+        self._add(least, least.kept_bytes)
+
+    def fill(self, most: int) -> None:
+        """Solves the block for some more budgets, each where the most is to be gained.
+
+        That is, for the bytes halfway between two points that enclose the largest rectangle of bytes and cost.
+        """
+        count = itertools.count()
+        heap: list[tuple[float, int, Point, Point]] = []
+
+        def push(low: Point, high: Point) -> None:
+            gain = (high.kept_bytes - low.kept_bytes) * (low.cost(self.minimize) - high.cost(self.minimize))
+            if gain > 0:
+                heapq.heappush(heap, (-gain, next(count), low, high))
+
+        least = min(self._all, key=lambda p: (p.kept_bytes, p.cost(self.minimize)))
+        free = self.at(float(max(p.kept_bytes for p in self._all)))
+        if free is not None:
+            push(least, free)
+        for _ in range(most):
+            if not heap:
+                break
+            _, _, low, high = heapq.heappop(heap)
+            middle = self.at((low.kept_bytes + high.kept_bytes) / 2)
+            if middle is not None and middle.kept_bytes > low.kept_bytes:
+                push(low, middle)
+                push(middle, high)
+
+    def at(self, kept_bytes: float) -> Point | None:
+        """Solves the block for a number of bytes; None if it cannot do with so few."""
+        if int(kept_bytes) in self._asked:
+            return None
+        self._asked.add(int(kept_bytes))
+        point = self._solver.solve(kept_bytes)
+        if point is not None:
+            self._add(point, kept_bytes)
+        return point
+
+    def add(self, point: Point) -> None:
+        """Adds a point that was not solved for."""
+        self._add(point, None)
+
+    def _add(self, point: Point, kept_bytes: float | None) -> None:
+        if point not in self._all:
+            self._all.append(point)
+        if kept_bytes is not None:
+            self._proved.append((kept_bytes, point.bound))
+
+    @property
+    def points(self) -> list[Point]:
+        """The points that no other beats, fewest bytes first."""
+        out: list[Point] = []
+        for p in sorted(self._all, key=lambda p: (p.kept_bytes, p.cost(self.minimize), p.working_bytes)):
+            mine = self._objectives(p)
+            if not any(all(a <= b for a, b in zip(self._objectives(q), mine, strict=True)) for q in out):
+                out.append(p)
+        return out
+
+    def _objectives(self, p: Point) -> tuple[float, ...]:
+        return p.kept_bytes, p.working_bytes, p.host_bytes, p.cost(self.minimize)
+
+    def bound(self, kept_bytes: int) -> float:
+        """What nothing that keeps at most so many bytes costs less than, as far as was proved."""
+        return max((b for n, b in self._proved if n >= kept_bytes), default=0.0)

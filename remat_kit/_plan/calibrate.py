@@ -1,0 +1,145 @@
+"""Closing the loop with the compiler: each compiled plan corrects what the model predicts for the next."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from remat_kit._plan.problem import Selection
+
+M = TypeVar("M")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trial(Generic[M]):
+    """A selection that was compiled.
+
+    Attributes:
+      selection: with its predicted peak.
+      peak: the compiled one.
+      found: what the compiler said.
+    """
+
+    selection: Selection
+    peak: int
+    found: M
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """The compiled peak as a line of the predicted one, from trial to trial.
+
+    It starts at the bytes that are there all the time (arguments and results), which both agree on. So one trial gives
+    a slope, which on sharded programs also says what part of each value a device holds; further ones intercepts too.
+
+    Attributes:
+      points: predicted and compiled peaks, by the predicted one; the first is where the line starts.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def through(cls, fixed_bytes: int, trials: Sequence[Trial]) -> Line:
+        """The line through trials: of those with the same predicted peak the largest compiled one counts."""
+        peaks: dict[float, float] = {}
+        for t in trials:
+            if t.selection.peak > fixed_bytes:
+                peaks[t.selection.peak] = max(peaks.get(t.selection.peak, 0), t.peak)
+        return cls(((fixed_bytes, fixed_bytes), *sorted(peaks.items())))
+
+    def compiled(self, predicted: float) -> float:
+        """The compiled peak to expect for a predicted one."""
+        (x, y), slope = self._near(predicted, 0)
+        return y + slope * (predicted - x)
+
+    def predicted(self, compiled: float) -> float:
+        """The predicted peak to ask for, for a compiled one."""
+        (x, y), slope = self._near(compiled, 1)
+        return x + (compiled - y) / slope
+
+    def _near(self, at: float, axis: int) -> tuple[tuple[float, float], float]:
+        """The point below (else the first one), and the slope of the line from there to the point above, if any."""
+        below = [p for p in self.points if p[axis] <= at] or [self.points[0]]
+        above = [p for p in self.points if p[axis] > at]
+        a = max(below, key=lambda p: p[axis])
+        b = min(above, key=lambda p: p[axis]) if above else None
+        if b is None:  # beyond the last trial: as it went so far
+            a, b = self.points[0], a
+            if a == b:
+                return a, 1.0
+            return b, _slope(a, b)
+        return a, _slope(a, b)
+
+
+def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
+    return max((b[1] - a[1]) / (b[0] - a[0]), _FLATTEST) if b[0] > a[0] else 1.0
+
+
+_FLATTEST = 1e-4  # on thousands of devices
+
+
+def search(
+    solve: Callable[[float], Selection | None],
+    least: Callable[[], Selection],
+    cheapest: Any,
+    compiled: Callable[[Selection], tuple[int, M]],
+    budget: int,
+    compiles: int,
+    fixed_bytes: int,
+    cost: Callable[[Selection, M], float],
+    known: Sequence[Trial[M]] = (),
+) -> tuple[list[Trial[M]], Trial[M] | None]:
+    """Looks for the cheapest selection whose compiled peak is within a budget.
+
+    Each selection is asked for at the predicted peak that the trials so far say compiles to the budget. What does not
+    keep within it is never asked for again, nor anything predicted to take more than what did not.
+
+    Args:
+      solve: the cheapest selection within a predicted peak.
+      least: the one with the smallest predicted peak.
+      cheapest: the key of the one that costs least of all.
+      fixed_bytes: where the line between predicted and compiled peaks starts.
+      compiled: compiles a selection; returns its peak and whatever else is to be kept.
+      compiles: the most programs to compile.
+      cost: what is minimized of a compiled selection.
+      known: what was compiled before.
+
+    Returns:
+      All trials, and the best of them within the budget; None if there is none.
+    """
+    trials = list(known)
+    done = {t.selection.key: t for t in trials}
+    spent = 0
+
+    def best() -> Trial[M] | None:
+        within = [t for t in trials if t.peak <= budget]
+        return min(within, key=lambda t: (cost(t.selection, t.found), t.peak), default=None)
+
+    while spent < compiles:
+        missed = sum(t.peak > budget for t in trials[len(known) :])
+        # After a miss a little less is aimed at, and the last try is for safety where nothing has kept within it yet.
+        aim = budget - budget * _MARGINS[min(missed, len(_MARGINS) - 1)]
+        ask = Line.through(fixed_bytes, trials).predicted(aim)
+        over = [t.selection.peak for t in trials if t.peak > budget]
+        if over:
+            ask = min(ask, min(over) - budget * _STEP)
+        last = compiles > 1 and spent == compiles - 1 and best() is None
+        found = least() if last else solve(ask) or least()
+        if found.key in done:
+            if best() is not None or done[found.key].peak <= budget or least().key in done:
+                break
+            found = least()
+        peak, kept = compiled(found)
+        spent += 1
+        trial = Trial(found, peak, kept)
+        trials.append(trial)
+        done[found.key] = trial
+        if peak <= budget and (found.key == cheapest or peak >= budget - budget * _CLOSE):
+            break
+    return trials, best()
+
+
+_CLOSE = 0.004  # so little below the budget is close enough
+_MARGINS = (0.0, 0.004, 0.012, 0.03)
+_STEP = 0.004

@@ -1,0 +1,129 @@
+"""Plans as JSON, with a schema version; what is read may come from strangers and is checked throughout."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from remat_kit._errors import RematError
+from remat_kit._plan.plan import SCHEMA, VERSION, Plan
+from remat_kit._policy import Policy
+
+_MOST_BYTES = 64 * 2**20
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """Returns plain JSON data."""
+    data = _plain(plan)
+    del data["strict"]
+    return {"schema": SCHEMA, "version": VERSION, **data}
+
+
+def from_dict(data: Any, *, strict: bool = True) -> Plan:
+    """Reads what `to_dict` wrote.
+
+    Raises:
+      RematError: when a key is missing or unknown, or a value has the wrong type.
+    """
+    if not isinstance(data, Mapping):
+        raise RematError(f"a plan in JSON is an object, got {_shown(data)}.")
+    if data.get("schema") != SCHEMA:
+        raise RematError(f'not a plan: its "schema" is {_shown(data.get("schema"))}, expected {SCHEMA!r}.')
+    if type(data.get("version")) is not int or data["version"] != VERSION:
+        raise RematError(
+            f"the plan has schema version {_shown(data.get('version'))}; this remat_kit reads version {VERSION}. "
+            "Plan again with this version, or update remat_kit."
+        )
+    if not isinstance(strict, bool):
+        raise RematError(f"strict is True or False, got {strict!r}.")
+    rest = {k: v for k, v in data.items() if k not in ("schema", "version")}
+    return _record(Plan, {**rest, "strict": strict}, "the plan")
+
+
+def write(plan: Plan, path: Any) -> None:
+    """Writes a plan to a file."""
+    text = json.dumps(to_dict(plan), indent=1)
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+    except (OSError, TypeError, ValueError) as error:
+        raise RematError(f"cannot write the plan to {path!r:.200}: {error}") from None
+
+
+def read(path: Any, *, strict: bool = True) -> Plan:
+    """Reads a plan from a file."""
+    try:
+        if os.path.getsize(path) > _MOST_BYTES:
+            raise RematError(f"{path!r:.200} is larger than a plan can be ({_MOST_BYTES >> 20} MiB).")
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, TypeError, ValueError) as error:
+        raise RematError(f"cannot read a plan from {path!r:.200}: {error}") from None
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RematError(f"{path!r:.200} is not JSON: {str(error)[:200]}") from None
+    return from_dict(data, strict=strict)
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, Policy):
+        return x.to_dict()
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return {f.name: _plain(getattr(x, f.name)) for f in dataclasses.fields(x)}
+    if isinstance(x, (tuple, list)):
+        return [_plain(v) for v in x]
+    return x
+
+
+def _record(kind: type, data: Any, what: str) -> Any:
+    """Reads a dataclass by the types of its fields."""
+    if not isinstance(data, Mapping):
+        raise RematError(f"{what} is an object, got {_shown(data)}.")
+    hints = typing.get_type_hints(kind)
+    names = [f.name for f in dataclasses.fields(kind)]
+    missing, unknown = [n for n in names if n not in data], [str(k)[:80] for k in data if k not in names]
+    if missing or unknown:
+        said = [f"lacks {missing[:10]}"] * bool(missing) + [f"has unknown keys {unknown[:10]}"] * bool(unknown)
+        raise RematError(f"{what} {' and '.join(said)}.")
+    return kind(**{n: _value(hints[n], data[n], f"{what}: {n}") for n in names})
+
+
+def _value(kind: Any, data: Any, what: str) -> Any:
+    args = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):  # only "... | None" occurs
+        return None if data is None else _value(next(a for a in args if a is not type(None)), data, what)
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(data, (list, tuple)):
+            raise RematError(f"{what} is a list, got {_shown(data)}.")
+        return tuple(_value(args[0], v, f"{what}[{i}]") for i, v in enumerate(data))
+    if kind is Policy:
+        try:
+            return Policy.from_dict(data)
+        except RematError as error:
+            raise RematError(f"{what}: {error}") from None
+    if dataclasses.is_dataclass(kind):
+        return _record(kind, data, what)
+    number = isinstance(data, (int, float)) and not isinstance(data, bool)
+    if kind is float and number and math.isfinite(data) and data >= 0:
+        return float(data)
+    if kind is int and number and isinstance(data, int) and 0 <= data < 2**63:
+        return data
+    if kind in (str, bool) and isinstance(data, kind):
+        return data
+    expected = {float: "a number from 0 on", int: "a whole number from 0 on", str: "text", bool: "true or false"}[kind]
+    raise RematError(f"{what} is {expected}, got {_shown(data)}.")
+
+
+def _shown(x: Any) -> str:
+    try:
+        text = repr(x)
+    except (ValueError, RecursionError):
+        text = f"a {type(x).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."

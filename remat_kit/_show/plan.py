@@ -1,0 +1,201 @@
+"""Plans as text for a terminal: figures, blocks, what was compiled; and the explanation value by value."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from remat_kit._show.tables import captured, line, pairs, table
+from remat_kit._units import format_bytes, format_flops, format_seconds, printable
+
+if TYPE_CHECKING:
+    from remat_kit._plan.frontier import Frontier
+    from remat_kit._plan.plan import Plan, PlannedBlock, Rival
+
+
+def title(p: Plan) -> str:
+    """What reports call a plan: ``plan for 14.0 GiB of tpu:v5e``."""
+    return f"plan for {format_bytes(p.budget_bytes)}" + (f" of {p.target}" if p.target else "")
+
+
+def print_plan(p: Plan, console: Console | None = None) -> None:
+    """Prints the figures of a plan and its blocks, equal ones together."""
+    console = console or Console()
+    pairs(console, printable(title(p)[0].upper() + title(p)[1:]), _figures(p))
+    rows = []
+    for blocks in _alike(p):
+        b = blocks[0]
+        rows.append([_paths(blocks), _treatment(b), *_block_figures(blocks)])
+    if rows:
+        table(
+            console, ["block", "policy", "kept", "host", "working", "FLOPs again"], rows, right=range(2, 6), whole=(0,)
+        )
+        line(console, "kept, host, working, FLOPs again: predicted")
+    for text in _said(p):
+        line(console, printable(text), style="yellow")
+
+
+def plan_to_str(p: Plan) -> str:
+    """Returns what `print_plan` prints, without colours."""
+    return captured(lambda console: print_plan(p, console))
+
+
+def explain(p: Plan) -> str:
+    """Per block and value what becomes of it and why, what binds the peak, and the best preset beside it."""
+    return captured(lambda console: _explain(p, console))
+
+
+def _explain(p: Plan, console: Console) -> None:
+    print_plan(p, console)
+    line(console, "")
+    line(console, _binding(p))
+    line(console, _against(p))
+    for blocks in _alike(p):
+        b = blocks[0]
+        if not b.values:
+            continue
+        line(console, "")
+        line(console, f"{_paths(blocks)}: {printable(str(b.policy))}")
+        rows = [
+            [
+                v.action,
+                printable(v.label),
+                format_bytes(v.bytes),
+                format_flops(v.flops),
+                format_seconds(v.seconds),
+                v.why,
+            ]
+            for v in b.values
+        ]
+        table(console, ["action", "value", "bytes", "FLOPs", "time", "why"], rows, right=(2, 3, 4), whole=(1,))
+
+
+def _figures(p: Plan) -> list[tuple[str, str]]:
+    peak = f"{format_bytes(p.peak_bytes)} {'compiled' if p.measured is not None else 'predicted'}"
+    if p.measured is not None:
+        peak += f" ({format_bytes(p.predicted.peak_bytes)} predicted at first)"
+    share = p.predicted.recompute_flops / p.predicted.flops if p.predicted.flops else 0.0
+    cost = f"{format_flops(p.predicted.recompute_flops)} again, {share:.1%} of the step's; "
+    cost += f"{format_seconds(p.predicted.remat_seconds)} by {p.rates} (predicted)"
+    figures = [
+        ("budget", f"{format_bytes(p.budget_bytes)} on one device" + ("" if p.within else ": not kept")),
+        ("peak", peak),
+        ("recomputation", cost),
+        ("minimized", f"{p.minimize}; at most {p.gap:.2%} of the step above the cheapest in the model"),
+    ]
+    if p.predicted.host_bytes:
+        host = f"{format_bytes(p.predicted.host_bytes)} predicted"
+        if p.measured is not None:
+            host += f", {format_bytes(p.measured.host_bytes)} compiled"
+        figures.append(("host memory", host))
+    if p.attempts:
+        tried = ", ".join(f"{format_bytes(a.peak_bytes)}{'' if a.within else ' (over)'}" for a in p.attempts)
+        figures.append(("compiled peaks", tried))
+    if p.names_only:
+        figures.append(("saved names", ", ".join(p.saved_names) or "none"))
+        if p.offloaded_names:
+            figures.append(("offloaded names", ", ".join(p.offloaded_names)))
+    return figures
+
+
+def _said(p: Plan) -> list[str]:
+    said = list(p.notes)
+    if not p.within:
+        said.insert(0, f"No plan keeps within the budget. The smallest peak found is {_parts(p)}")
+    return said
+
+
+def _parts(p: Plan) -> str:
+    q = p.predicted
+    return (
+        f"{format_bytes(p.peak_bytes)}: predicted as arguments {format_bytes(q.argument_bytes)} + outputs "
+        f"{format_bytes(q.output_bytes)} + kept {format_bytes(q.kept_bytes + q.other_bytes)} + the backward pass of "
+        f"{q.binding or 'the program'} {format_bytes(q.working_bytes)}."
+    )
+
+
+def _binding(p: Plan) -> str:
+    q = p.predicted
+    return (
+        f"The peak lies in the backward pass of {q.binding or 'the program'}: arguments "
+        f"{format_bytes(q.argument_bytes)}, outputs {format_bytes(q.output_bytes)}, kept "
+        f"{format_bytes(q.kept_bytes + q.other_bytes)}, working set "
+        f"{format_bytes(q.working_bytes)} (predicted)."
+    )
+
+
+def print_frontier(f: Frontier, console: Console | None = None) -> None:
+    """Prints one row for each plan of a frontier."""
+    console = console or Console()
+    memory = format_bytes(f.memory_bytes) if f.memory_bytes is not None else "unknown"
+    head = [("target", printable(f.target) or "none"), ("memory", f"{memory} on one device"), ("minimized", f.minimize)]
+    pairs(console, "Frontier", head)
+    rows = [
+        [
+            format_bytes(p.peak_bytes),
+            "compiled" if p.measured is not None else "predicted",
+            format_bytes(p.predicted.host_bytes) if p.predicted.host_bytes else "",
+            format_flops(p.predicted.recompute_flops),
+            format_seconds(p.predicted.remat_seconds),
+            f"{p.gap:.2%}",
+        ]
+        for p in f.plans
+    ]
+    table(console, ["peak", "", "host", "FLOPs again", "time", "gap"], rows, right=(0, 2, 3, 4, 5))
+    line(console, "time: of recomputation and of keeping the rest; all but compiled peaks: predicted;")
+    line(console, "gap: above the cheapest plan of the model within that peak, at most, as a share of the step")
+
+
+def frontier_to_str(f: Frontier) -> str:
+    """Returns what `print_frontier` prints, without colours."""
+    return captured(lambda console: print_frontier(f, console))
+
+
+def best_rival(p: Plan) -> Rival | None:
+    """The cheapest preset that the model has within the budget."""
+    within = [r for r in p.rivals if r.within]
+    key = (lambda r: (r.seconds, r.flops)) if p.minimize == "time" else (lambda r: (r.flops, r.seconds))
+    return min(within, key=key, default=None)
+
+
+def _against(p: Plan) -> str:
+    best = best_rival(p)
+    if best is None:
+        return "No preset is predicted to keep within the budget."
+    return (
+        f"The best preset predicted within the budget is {best.name}: {format_flops(best.flops)} and "
+        f"{format_seconds(best.seconds)} again at a peak of {format_bytes(best.peak_bytes)}; the plan: "
+        f"{format_flops(p.predicted.recompute_flops)} and {format_seconds(p.predicted.remat_seconds)} at "
+        f"{format_bytes(p.predicted.corrected_bytes)} (predicted)."
+    )
+
+
+def _alike(p: Plan) -> list[list[PlannedBlock]]:
+    """Blocks of one kind that are treated alike, in program order."""
+    groups: dict[object, list[PlannedBlock]] = {}
+    for b in p.blocks:
+        groups.setdefault((b.policy, b.kind, b.form, b.values), []).append(b)
+    return list(groups.values())
+
+
+def _paths(blocks: list[PlannedBlock]) -> str:
+    first, last = blocks[0], blocks[-1]
+    if len(blocks) == 1:
+        return printable(first.path) + (f" x{first.runs}" if first.runs > 1 else "")
+    return f"{printable(first.path)} ... {printable(last.path)} ({len(blocks)})"
+
+
+def _treatment(b: PlannedBlock) -> str:
+    if not b.policy.remat:
+        return "no remat"
+    if not b.policy.rules:
+        return "recompute all"
+    counts = {r.action: sum(map(len, (r.selector.value, r.selector.name))) for r in b.policy.rules}
+    return ", ".join(f"{a} {n}" for a, n in counts.items())
+
+
+def _block_figures(blocks: list[PlannedBlock]) -> list[str]:
+    kept, host, flops = (sum(getattr(b, k) for b in blocks) for k in ("kept_bytes", "host_bytes", "flops"))
+    working = max(b.working_bytes for b in blocks)
+    return [format_bytes(kept), format_bytes(host) if host else "", format_bytes(working), format_flops(flops)]
