@@ -14,6 +14,8 @@ from remat_kit._errors import UnknownPolicyError as UnknownPolicyError
 from remat_kit._override import override as override
 from remat_kit._plan.frontier import Frontier as Frontier
 from remat_kit._plan.frontier import frontier as frontier
+from remat_kit._plan.max_batch import MaxBatch as MaxBatch
+from remat_kit._plan.max_batch import max_batch as max_batch
 from remat_kit._plan.plan import Plan as Plan
 from remat_kit._plan.plan import PlannedBlock as PlannedBlock
 from remat_kit._plan.plan import PlannedValue as PlannedValue
@@ -33,8 +35,6 @@ from remat_kit._reports import trace as trace
 from remat_kit._target.compare import compare as compare
 from remat_kit._target.comparison import Comparison as Comparison
 from remat_kit._target.comparison import ComparisonRow as ComparisonRow
-from remat_kit._target.max_batch import MaxBatch as MaxBatch
-from remat_kit._target.max_batch import max_batch as max_batch
 from remat_kit._target.measure import measure as measure
 from remat_kit._target.measurement import Effect as Effect
 from remat_kit._target.measurement import Held as Held

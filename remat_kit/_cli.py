@@ -107,6 +107,20 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--budget", type=_budget, help="peak to keep within: 14GiB, or a share of the memory such as 0.9")
     p.set_defaults(run=_compare)
 
+    p = commands.add_parser("plan", parents=[common], help="the cheapest plan whose compiled peak is within a budget")
+    _program_options(p)
+    _plan_options(p)
+    p.add_argument("--budget", type=_budget, help="peak to keep within: 14GiB, or a share of the memory such as 0.9")
+    p.add_argument("--explain", action="store_true", help="say for each value what becomes of it and why")
+    p.add_argument("--save", metavar="FILE", help="write the plan as JSON, which --policy takes")
+    p.set_defaults(run=_plan)
+
+    p = commands.add_parser("frontier", parents=[common], help="the plans that no other beats on memory and cost")
+    _program_options(p)
+    _plan_options(p)
+    p.add_argument("--points", type=_count, default=12, metavar="N", help="budgets to plan for (12)")
+    p.set_defaults(run=_frontier)
+
     p = commands.add_parser("targets", parents=[common], help="what can be compiled for here, and what is missing")
     p.set_defaults(run=_targets)
 
@@ -136,7 +150,7 @@ def _program_options(p: argparse.ArgumentParser) -> None:
 
 
 def _policy_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--policy", help="preset or policy text for every block; as written without it")
+    p.add_argument("--policy", help="preset, policy text or plan.json; as written without it")
     p.add_argument(
         "--block",
         action="append",
@@ -151,6 +165,24 @@ def _target_options(p: argparse.ArgumentParser) -> None:
         "--target", default="local", help="what to compile for: local, cpu, tpu:v5e, cuda:h100 ... (targets)"
     )
     p.add_argument("--time", action="store_true", help="run and time it too, on attached devices")
+    p.add_argument("--keep-barriers", action="store_true", help="CPU of JAX 0.10.2: keep recomputation apart")
+    p.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="end a compiler that takes longer")
+
+
+def _plan_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--target", default="local", help="what to compile for: local, cpu, tpu:v5e, ... (targets); none for no target"
+    )
+    p.add_argument(
+        "--action",
+        action="append",
+        default=[],
+        choices=("save", "offload"),
+        help="what may be done besides recomputing (repeatable); both without it",
+    )
+    p.add_argument("--minimize", choices=("time", "flops"), default="time", help="the roofline's time, or FLOPs")
+    p.add_argument("--compiles", type=_count, default=4, metavar="N", help="programs to compile at the most (4)")
+    p.add_argument("--names-only", action="store_true", help="choose among the program's own checkpoint names")
     p.add_argument("--keep-barriers", action="store_true", help="CPU of JAX 0.10.2: keep recomputation apart")
     p.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="end a compiler that takes longer")
 
@@ -219,7 +251,7 @@ def _compare(args: argparse.Namespace) -> int:
     settings = parse_settings(args.set)
     with _progress(f"making {args.program}"):
         fn, fn_args, kwargs = load(args.program, settings)
-    chosen = {"policies": args.policy} if args.policy else {}
+    chosen = {"policies": {text: _read_policy(text) for text in args.policy}} if args.policy else {}
     with _told(args.program, "comparing"), contextlib.redirect_stdout(sys.stderr):
         c = remat_kit.compare(
             fn,
@@ -234,6 +266,56 @@ def _compare(args: argparse.Namespace) -> int:
         )
     _show(args, c.to_dict, c.print)
     return 0 if c.best else 1
+
+
+def _plan(args: argparse.Namespace) -> int:
+    import remat_kit
+
+    plan = _planned(args, remat_kit.plan, "planning", budget=args.budget)
+    if args.save is not None:
+        plan.save(args.save)
+    _show(args, plan.to_dict, lambda console: print_explained(plan, console) if args.explain else plan.print(console))
+    return 0 if plan.within else 1
+
+
+def print_explained(plan: Any, console: Console) -> None:
+    """Prints a plan with what becomes of each value."""
+    from remat_kit._show.plan import print_explanation
+
+    print_explanation(plan, console)
+
+
+def _frontier(args: argparse.Namespace) -> int:
+    import remat_kit
+
+    found = _planned(args, remat_kit.frontier, "planning", points=args.points)
+    return _show(args, found.to_dict, found.print)
+
+
+def _planned(args: argparse.Namespace, verb: Callable[..., Any], doing: str, **options: Any) -> Any:
+    import remat_kit
+    from remat_kit._load import load, parse_settings
+
+    where = None if args.target == "none" else remat_kit.target(args.target)
+    settings = parse_settings(args.set)
+    with _progress(f"making {args.program}"):
+        fn, fn_args, kwargs = load(args.program, settings)
+    with _told(args.program, doing), contextlib.redirect_stdout(sys.stderr):
+        return verb(
+            fn,
+            *fn_args,
+            target=where,
+            actions=(*(args.action or ("save", "offload")), "recompute"),
+            minimize=args.minimize,
+            compiles=args.compiles,
+            names_only=args.names_only,
+            keep_barriers=args.keep_barriers,
+            timeout=args.timeout,
+            argnums=args.argnums,
+            has_aux=args.has_aux,
+            **options,
+            **kwargs,
+        )
 
 
 def _target_settings(args: argparse.Namespace, where: Any) -> dict[str, Any]:
@@ -252,7 +334,7 @@ def _targets(args: argparse.Namespace) -> int:
 def _policy_of(args: argparse.Namespace) -> Any:
     """A policy, or `{block glob: policy}` where there are --block options."""
     if not args.block:
-        return args.policy
+        return _read_policy(args.policy)
     blocks: dict[str, str] = {}
     for item in args.block:
         glob, equals, policy = item.partition("=")  # a glob has no "=", the text form of a policy does
@@ -264,6 +346,15 @@ def _policy_of(args: argparse.Namespace) -> Any:
     if args.policy is not None:
         blocks.setdefault("**", args.policy)
     return blocks
+
+
+def _read_policy(text: str | None) -> Any:
+    """A policy as text, or the plan in a file."""
+    if text is None or not text.endswith(".json"):
+        return text
+    import remat_kit
+
+    return remat_kit.Plan.load(text)
 
 
 def _report(name: str, program: Loaded, policy: Any, **options: Any) -> Residuals:
@@ -403,7 +494,7 @@ def _warnings_in_one_line() -> Iterator[None]:
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
     return int(text)
 
 

@@ -81,3 +81,12 @@ def spellings(name: str) -> tuple[str, ...]:
     """Returns all spellings of a name of the vocabulary, its own first; of any other name that name alone."""
     aliases = (alias for project in ALIASES.get(name, {}).values() for alias in project)
     return tuple(dict.fromkeys((name, *aliases)))
+
+
+# The names that a custom remat policy of MaxText can place (its base.yml, "remat_policy: custom").
+_MAXTEXT = (
+    *("decoder_layer_input", "context", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "moe_mlpwi_0", "moe_mlpwi_1"),
+    *("moe_mlpwo", "query_proj", "key_proj", "value_proj", "kv_proj", "qkv_proj", "query_wa_proj", "kv_wa_proj"),
+    *("mla_q", "mla_kv", "attention_out", "out_proj"),
+)
+MAXTEXT_NAMES: dict[str, str] = {spelling: name for name in _MAXTEXT for spelling in spellings(name)}

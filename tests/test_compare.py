@@ -9,8 +9,8 @@ import pytest
 
 import remat_kit as rk
 from remat_kit._cli import main
+from remat_kit._plan.max_batch import _search
 from remat_kit._target.compare import _dominating
-from remat_kit._target.max_batch import _search
 from tests.by_hand import POLICIES, SMALL
 from tests.test_measure import OLD_CPU, W, X, compiled_by_hand, scanned, sgd, unrolled
 

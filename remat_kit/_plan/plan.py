@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from remat_kit._apply import BlockForm, Planned
+from remat_kit._errors import RematError
 from remat_kit._globs import literal
+from remat_kit._names import MAXTEXT_NAMES
 from remat_kit._policy import Policy
 
 SCHEMA = "remat_kit.plan"
@@ -234,6 +236,41 @@ class Plan(Planned):
         if not self.names_only or not self.blocks:
             return ()
         return tuple(n for n, a in self.blocks[0].policy.exact_names().items() if a == action)
+
+    def as_jax(self) -> str:
+        """With ``names_only``: the plan as an expression of `jax.checkpoint_policies`.
+
+        Raises:
+          RematError: for a plan that does not go by names.
+        """
+        self._need_names("as_jax")
+        saved, offloaded = self.saved_names, self.offloaded_names
+        if not offloaded:
+            return f"jax.checkpoint_policies.save_only_these_names({', '.join(map(repr, saved))})"
+        return (
+            "jax.checkpoint_policies.save_and_offload_only_these_names(names_which_can_be_saved="
+            f"{list(saved)!r}, names_which_can_be_offloaded={list(offloaded)!r}, offload_src='device', "
+            "offload_dst='pinned_host')"
+        )
+
+    def as_maxtext(self) -> str:
+        """With ``names_only``: the plan as settings of MaxText (``remat_policy: custom``, a place for each name).
+
+        Names that MaxText does not know are left out, which a comment says.
+
+        Raises:
+          RematError: for a plan that does not go by names.
+        """
+        self._need_names("as_maxtext")
+        places = dict.fromkeys(self.saved_names, "device") | dict.fromkeys(self.offloaded_names, "offload")
+        known = {MAXTEXT_NAMES[name]: place for name, place in places.items() if name in MAXTEXT_NAMES}
+        other = [name for name in places if name not in MAXTEXT_NAMES]
+        lines = ["remat_policy: custom", *(f"{name}: {place}" for name, place in known.items())]
+        return "\n".join(lines + [f"# not MaxText's: {', '.join(other)}"] * bool(other))
+
+    def _need_names(self, what: str) -> None:
+        if not self.names_only:
+            raise RematError(f"{what} is for plans made with names_only=True; this one chooses single values.")
 
     # As a policy ------------------------------------------------------------------------------------
 

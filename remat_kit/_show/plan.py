@@ -43,10 +43,12 @@ def plan_to_str(p: Plan) -> str:
 
 def explain(p: Plan) -> str:
     """Per block and value what becomes of it and why, what binds the peak, and the best preset beside it."""
-    return captured(lambda console: _explain(p, console))
+    return captured(lambda console: print_explanation(p, console))
 
 
-def _explain(p: Plan, console: Console) -> None:
+def print_explanation(p: Plan, console: Console | None = None) -> None:
+    """Prints what `explain` returns."""
+    console = console or Console()
     print_plan(p, console)
     line(console, "")
     line(console, _binding(p))
@@ -96,6 +98,8 @@ def _figures(p: Plan) -> list[tuple[str, str]]:
         figures.append(("saved names", ", ".join(p.saved_names) or "none"))
         if p.offloaded_names:
             figures.append(("offloaded names", ", ".join(p.offloaded_names)))
+        figures += [("for JAX", p.as_jax()), ("as text", str(p.blocks[0].policy) if p.blocks else "")]
+        figures.append(("for MaxText", p.as_maxtext()))
     return figures
 
 

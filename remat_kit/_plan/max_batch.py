@@ -1,4 +1,4 @@
-"""max_batch: the largest batch whose compiled step stays within a target's memory."""
+"""max_batch: the largest batch whose compiled step stays within a budget, under a policy or the best plan."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from remat_kit._apply import Policies
 from remat_kit._errors import RematError
+from remat_kit._plan.plan import Plan
+from remat_kit._plan.planner import Session, count_of
 from remat_kit._progress import say
 from remat_kit._target.budget import budget_bytes
 from remat_kit._target.compile import TIMEOUT
@@ -18,6 +20,8 @@ from remat_kit._target.target import Target
 from remat_kit._units import format_bytes
 
 _LARGEST = 2**24
+_UNSET: Any = object()  # for None is a policy: the function as written
+_BEST = "the best plan"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +31,7 @@ class MaxBatch:
     Attributes:
       batch: the largest size that fits; 0 if the smallest does not.
       measurement: what it compiles to; None if none fits.
+      plan: the plan that it needs, where each size was planned for.
       next_batch: the next larger size.
       next_measurement: what that compiles to, which does not fit; None if `limit` was reached first.
       budget_bytes: the peak that it had to keep within.
@@ -45,11 +50,12 @@ class MaxBatch:
     policy: str
     predicted: int
     compiled: tuple[int, ...]
+    plan: Plan | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain JSON data with a schema version."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        data |= {k: data[k] and data[k].to_dict() for k in ("measurement", "next_measurement")}
+        data |= {k: data[k] and data[k].to_dict() for k in ("measurement", "next_measurement", "plan")}
         return {"schema": SCHEMA, **data, "compiled": list(self.compiled)}
 
     def __str__(self) -> str:
@@ -58,6 +64,7 @@ class MaxBatch:
         if self.next_measurement is not None:
             beyond = f"; a batch of {self.next_batch} takes {format_bytes(self.next_measurement.peak_bytes)}"
         under = "" if self.policy == "as written" else f" under {self.policy}"
+        under = " with a plan for each size" if self.policy == _BEST else under
         if self.measurement is None:
             return f"No batch fits into {limit}{under}{beyond}."
         return (
@@ -70,7 +77,7 @@ def max_batch(
     make: Callable[[int], tuple[Any, ...]],
     *,
     target: str | Target = "local",
-    policy: Policies = None,
+    policy: Policies = _UNSET,
     budget: int | float | str | None = None,
     multiple: int = 1,
     limit: int = 65536,
@@ -79,6 +86,9 @@ def max_batch(
     has_aux: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
     timeout: float = TIMEOUT,
+    minimize: str = "time",
+    actions: Sequence[str] = ("save", "recompute", "offload"),
+    compiles: int = 3,
     progress: bool | None = None,
 ) -> MaxBatch:
     """Finds the largest batch that fits: predicts it from two small compiles, then confirms it by compiling.
@@ -88,8 +98,10 @@ def max_batch(
 
     Args:
       make: from a batch size to ``(fun, args)`` or ``(fun, args, kwargs)``, best with abstract arguments.
-      target, policy, grad, argnums, has_aux, compiler_options, timeout: as in `measure`.
+      target, grad, argnums, has_aux, compiler_options, timeout: as in `measure`.
+      policy: as in `measure`. Without it, and with a budget, each size gets the best plan for the budget.
       budget: the peak to keep within: bytes, ``"14GiB"`` or a share of the memory; all of it by default.
+      minimize, actions, compiles: of the plans, as in `plan`.
       multiple: batch sizes are multiples of this (the number of devices that the batch is split over, say).
       limit: the largest size to consider.
       progress: whether to say on standard error what is compiled; on a terminal by default.
@@ -111,19 +123,35 @@ def max_batch(
     top = limit // multiple
     if top == 0:
         raise RematError(f"no multiple of {multiple} is within limit={limit}.")
+    planning = policy is _UNSET and budget is not None and grad
     found: dict[int, Measurement] = {}
+    plans: dict[int, Plan] = {}
+
+    def planned(n: int) -> tuple[Measurement, Plan]:
+        fun, args, kwargs = _made(make, n)
+        session = Session.open(
+            fun, args, kwargs, target=setting.target, actions=actions, minimize=minimize, names_only=False,
+            argnums=argnums, has_aux=has_aux, keep_barriers=False, compiler_options=compiler_options, timeout=timeout,
+            progress=progress,
+        )  # fmt: skip
+        made = session.plan(allowed, max(count_of(compiles), 1))
+        return min(session.trials, key=lambda t: t.peak != made.peak_bytes).found, made
 
     def fits(units: int) -> bool:
-        if units not in found:
-            say(f"compiling a batch of {units * multiple} for {setting.target}", progress)
-            fun, args, kwargs = _made(make, units * multiple)
-            found[units] = measured(setting.step(fun, args, kwargs, policy), setting)
+        n = units * multiple
+        if units not in found and planning:
+            say(f"planning for a batch of {n}", progress)
+            found[units], plans[units] = planned(n)
+        elif units not in found:
+            say(f"compiling a batch of {n} for {setting.target}", progress)
+            fun, args, kwargs = _made(make, n)
+            found[units] = measured(setting.step(fun, args, kwargs, None if policy is _UNSET else policy), setting)
         m = found[units]
         return m.fits is not False and m.peak_bytes <= allowed
 
     low, high, predicted = _search(fits, lambda u: found[u].peak_bytes, top, allowed)
     last, beyond = found.get(low), found.get(high)
-    text = next(iter(found.values())).policy
+    text = _BEST if planning else next(iter(found.values())).policy
     return MaxBatch(
         low * multiple,
         last,
@@ -134,6 +162,7 @@ def max_batch(
         text,
         predicted * multiple,
         tuple(u * multiple for u in found),
+        plans.get(low),
     )
 
 
