@@ -171,23 +171,40 @@ def select(traced: tracing.Traced, rules: Rules) -> Chosen:
 
 
 def _by_glob(candidates: Sequence[Candidate], items: Sequence[tuple[str, Policy]]) -> list[tuple[Candidate, Policy]]:
-    """The blocks that globs match, outer ones first, each with the policy of the first glob that matches it."""
+    """The blocks that globs match, outer ones first, each with the policy of the first glob that matches it.
+
+    A glob with a part (``layers@0:4``) speaks of some iterations of a scan; those that are left get what comes next.
+    """
     paths = list(dict.fromkeys(c.path for c in candidates))
     taken: list[tuple[Candidate, Policy]] = []
     inside: set[int] = set()
     decided: set[str] = set()
+    asked = [(g, *blocks.split_part(g), p) for g, p in items]
     for c in candidates:
         if any(id(a) in inside for a in c.ancestors()):
             continue
-        found = next(((g, p) for g, p in items if matches(g, c.path, "/")), None)
-        if found is not None:
+        left = [(0, c.trips)]
+        for glob, base, part, p in asked:
+            if not matches(base, c.path, "/"):
+                continue
+            of = c if part is None else blocks.part_of(c, part)
+            if of is None:
+                raise RematError(f"{glob!r}: block {c.path!r} is {_extent(c)}.")
+            spans = [(0, c.trips)] if of.span is None else [of.span]
+            mine = [(max(a, s), min(b, e)) for a, b in left for s, e in spans if max(a, s) < min(b, e)]
+            if not mine:
+                continue
+            decided.add(glob)
             inside.add(id(c))
-            decided.add(found[0])
-            taken.append((c, found[1]))
+            whole = mine == [(0, c.trips)]
+            taken += [(c if whole else blocks.part_of(c, m) or c, p) for m in mine]
+            left = [x for a, b in left for x in _without(a, b, mine)]
+            if not left:
+                break
     for glob, _ in items:
         if glob in decided:
             continue
-        matched = [p for p in paths if matches(glob, p, "/")]
+        matched = [p for p in paths if matches(blocks.split_part(glob)[0], p, "/")]
         if not matched:
             raise RematError(
                 f"no block of the program matches {glob!r}. Its blocks: {printable(', '.join(paths)[:600]) or 'none'}."
@@ -198,6 +215,16 @@ def _by_glob(candidates: Sequence[Candidate], items: Sequence[tuple[str, Policy]
             "block that is (blocks do not nest). Put it first, or choose the blocks inside instead of the one around."
         )
     return taken
+
+
+def _extent(c: Candidate) -> str:
+    return f"a scan of {c.trips} iterations" if c.kind == "scan" else "no scan, and has no parts"
+
+
+def _without(first: int, last: int, taken: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What is left of a range without some parts of it."""
+    ends = sorted([first, *(x for t in taken if first <= t[0] < last for x in t), last])
+    return [(a, b) for a, b in zip(ends[::2], ends[1::2], strict=True) if a < b]
 
 
 def rewritten(traced: tracing.Traced, rules: Rules, *, in_loop: bool = False) -> tuple[Any, Chosen]:

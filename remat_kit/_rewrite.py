@@ -104,6 +104,9 @@ def _scoped(names: Sequence[str]) -> Any:
 
 def _eqn(eqn: JaxprEqn, i: int, operands: list[Any], choice: Choice, site: Site) -> list[Any]:
     """Evaluates one equation: itself a block (a scan's body, a region), with blocks in it, or as it was."""
+    parts = [(c, p) for c, p in choice.at(site) if c.eqns == (i,) and c.span is not None]
+    if parts:
+        return _parts_of_scan(eqn, operands, parts, choice)
     for c, policy in choice.at(site):
         if c.eqns == (i,) and c.kind in ("scan", "checkpoint"):
             return _block_eqn(eqn, operands, c, policy, choice)
@@ -140,6 +143,31 @@ def _block_eqn(eqn: JaxprEqn, operands: list[Any], c: Candidate, policy: Policy,
 
     (call,) = jaxprs.calls(eqn)
     return jaxprs.bind(eqn, operands, {call.key: jaxprs.trace(body, _avals(program))})
+
+
+def _parts_of_scan(
+    eqn: JaxprEqn, operands: list[Any], parts: Sequence[tuple[Candidate, Policy]], choice: Choice
+) -> list[Any]:
+    """A scan run in parts, each with its own policy; iterations that no part has are left without remat."""
+    (call,) = jaxprs.calls(eqn)
+    programs: list[tuple[int, int, Any]] = []
+    at = 0
+    for c, policy in sorted(parts, key=lambda x: x[0].span or (0, 0)):
+        first, last = c.span or (0, c.trips)
+        if at < first:
+            programs.append((at, first, call.jaxpr))
+        program, place = program_of(c)
+        fun = block_function(program, policy, prevent_cse=False, place=place)
+
+        def body(*xs: Any, fun: Any = fun, c: Candidate = c) -> list[Any]:
+            with jax.named_scope(marks.BLOCK + c.path):
+                return list(fun(*xs))
+
+        programs.append((first, last, jaxprs.trace(body, _avals(program))))
+        at = last
+    if at < call.trips:
+        programs.append((at, call.trips, call.jaxpr))
+    return jaxprs.bind_parts(eqn, operands, programs)
 
 
 def _avals(jaxpr: Any) -> list[Any]:

@@ -23,6 +23,7 @@ class BlockFrontier:
         self._solver = Solver(graph, minimize, host_bytes, save=save)
         self._proved: list[tuple[float, float]] = []  # nothing that keeps so few bytes costs less than this
         self._asked: set[int] = set()
+        self._points: list[Point] | None = None
         self.plain = without_remat(graph)
         self._all = [self.plain, choose(graph, ())]
         least = self._solver.least()
@@ -71,17 +72,21 @@ class BlockFrontier:
     def _add(self, point: Point, kept_bytes: float | None) -> None:
         if point not in self._all:
             self._all.append(point)
+            self._points = None
         if kept_bytes is not None:
             self._proved.append((kept_bytes, point.bound))
 
     @property
     def points(self) -> list[Point]:
         """The points that no other beats, fewest bytes first."""
+        if self._points is not None:
+            return self._points
         out: list[Point] = []
         for p in sorted(self._all, key=lambda p: (p.kept_bytes, p.cost(self.minimize), p.working_bytes)):
             mine = self._objectives(p)
             if not any(all(a <= b for a, b in zip(self._objectives(q), mine, strict=True)) for q in out):
                 out.append(p)
+        self._points = out
         return out
 
     def _objectives(self, p: Point) -> tuple[float, ...]:

@@ -89,6 +89,8 @@ def search(
     fixed_bytes: int,
     cost: Callable[[Selection, M], float],
     known: Sequence[Trial[M]] = (),
+    rivals: Sequence[Selection] = (),
+    doubt: float = 0.0,
 ) -> tuple[list[Trial[M]], Trial[M] | None]:
     """Looks for the cheapest selection whose compiled peak is within a budget.
 
@@ -104,6 +106,9 @@ def search(
       compiles: the most programs to compile.
       cost: what is minimized of a compiled selection.
       known: what was compiled before.
+      rivals: selections made by others (presets), cheapest first. The last compile is for one of these that should keep
+        within the budget, if it is predicted to cost less than the best one so far.
+      doubt: by what share the predicted cost of a rival may be too high.
 
     Returns:
       All trials, and the best of them within the budget; None if there is none.
@@ -116,27 +121,53 @@ def search(
         within = [t for t in trials if t.peak <= budget]
         return min(within, key=lambda t: (cost(t.selection, t.found), t.peak), default=None)
 
-    while spent < compiles:
+    def compile_next(selection: Selection) -> Trial[M]:
+        peak, kept = compiled(selection)
+        trial = Trial(selection, peak, kept)
+        trials.append(trial)
+        done[selection.key] = trial
+        return trial
+
+    def next_rival() -> Selection | None:
+        better, line = best(), Line.through(fixed_bytes, trials)
+        for rival in rivals:
+            if better is not None and rival.cost * (1 - doubt) >= better.selection.cost:
+                return None
+            if rival.key not in done and line.compiled(rival.peak) <= budget:
+                return rival
+        return None
+
+    def next_one() -> Selection | None:
         missed = sum(t.peak > budget for t in trials[len(known) :])
-        # After a miss a little less is aimed at, and the last try is for safety where nothing has kept within it yet.
+        # After a miss a little less is aimed at.
         aim = budget - budget * _MARGINS[min(missed, len(_MARGINS) - 1)]
         ask = Line.through(fixed_bytes, trials).predicted(aim)
         over = [t.selection.peak for t in trials if t.peak > budget]
         if over:
             ask = min(ask, min(over) - budget * _STEP)
-        last = compiles > 1 and spent == compiles - 1 and best() is None
-        found = least() if last else solve(ask) or least()
-        if found.key in done:
-            if best() is not None or done[found.key].peak <= budget or least().key in done:
-                break
-            found = least()
-        peak, kept = compiled(found)
-        spent += 1
-        trial = Trial(found, peak, kept)
-        trials.append(trial)
-        done[found.key] = trial
-        if peak <= budget and (found.key == cheapest or peak >= budget - budget * _CLOSE):
+        found = solve(ask) or least()
+        if found.key not in done:
+            return found
+        found = least()
+        return None if best() is not None or found.key in done else found
+
+    while spent < compiles:
+        last = compiles > 1 and spent == compiles - 1
+        found = least() if last and best() is None else None
+        if last and found is None:
+            found = next_rival()
+        if found is None or found.key in done:
+            found = next_one()
+        if found is None:
+            found = next_rival()
+        if found is None:
             break
+        trial = compile_next(found)
+        spent += 1
+        if trial.peak <= budget and (found.key == cheapest or trial.peak >= budget - budget * _CLOSE):
+            break
+    if spent < compiles and (found := next_rival()) is not None:
+        compile_next(found)
     return trials, best()
 
 

@@ -7,33 +7,31 @@ from remat_kit._plan.calibrate import Line
 from remat_kit._plan.graph import Choice, Graph
 from remat_kit._plan.plan import PlannedBlock, PlannedValue, Predicted, Rival
 from remat_kit._plan.point import Point
-from remat_kit._plan.problem import Problem, Selection, kept_bytes
+from remat_kit._plan.problem import Problem, Selection
+from remat_kit._plan.treatment import Treatment
 from remat_kit._policy import Action, Policy, Rule, Selector
-from remat_kit._presets import presets
-from remat_kit._trace.blocks import is_rest
+from remat_kit._trace.blocks import part_path
 
 _VALUES = 24  # told of one block
 
 
 def predicted(problem: Problem, selection: Selection, line: Line) -> Predicted:
     """What the model says of a selection."""
-    kept = working = most = at = 0
+    kept = working = most = at = host = 0
     binding = ""
     flops = seconds = 0.0
-    extra_flops = extra_seconds = 0.0
-    host = 0
-    for stage, p in zip(problem.stages, selection.points, strict=True):
-        if p is None or stage.graph is None:
+    for stage, t in zip(problem.stages, selection.treatments, strict=True):
+        if t is None or stage.graph is None:
             continue
         runs = stage.trips * stage.around
-        kept += kept_bytes(stage, p)
-        if kept + p.working_bytes > most:
-            most, at, working, binding = kept + p.working_bytes, kept, p.working_bytes, stage.block.path
-        host += p.host_bytes * runs
+        kept += t.kept_bytes(stage)
+        mine = t.working_bytes(stage)
+        if kept + mine > most:
+            most, at, working, binding = kept + mine, kept, mine, stage.block.path
+        host += t.host_bytes(stage)
         flops += sum(o.flops for o in stage.graph.ops) * runs
         seconds += sum(o.seconds for o in stage.graph.ops) * runs
-        extra_flops += p.flops * runs
-        extra_seconds += p.cost("time") * runs
+    again, extra = problem.extra(selection)
     program = problem.program
     return Predicted(
         peak_bytes=selection.peak,
@@ -44,41 +42,46 @@ def predicted(problem: Problem, selection: Selection, line: Line) -> Predicted:
         kept_bytes=at,
         working_bytes=working,
         host_bytes=host,
-        flops=int(flops + extra_flops),
-        seconds=seconds + extra_seconds,
-        recompute_flops=int(extra_flops),
-        remat_seconds=extra_seconds,
+        flops=int(flops) + again,
+        seconds=seconds + extra,
+        recompute_flops=again,
+        remat_seconds=extra,
         binding=binding,
     )
 
 
 def blocks(problem: Problem, selection: Selection) -> tuple[PlannedBlock, ...]:
-    """The blocks of a selection, with the policy of each."""
-    shared: dict[tuple[int, Point], tuple[PlannedValue, ...]] = {}
+    """The blocks of a selection, with the policy of each; each part of a split scan is one."""
+    shared: dict[tuple[int, Point, int], tuple[PlannedValue, ...]] = {}
     out = []
-    for stage, p in zip(problem.stages, selection.points, strict=True):
-        runs = stage.trips * stage.around
-        values: tuple[PlannedValue, ...] = ()
-        if stage.graph is not None and p is not None and p.remat:
-            key = (id(stage.graph), p)
-            if key not in shared:
-                shared[key] = _values(stage.graph, p, runs)
-            values = shared[key]
-        out.append(
-            PlannedBlock(
-                path=stage.block.path,
-                kind=stage.block.kind,
-                runs=runs,
-                policy=policy(p, problem.by_name),
-                kept_bytes=0 if p is None else kept_bytes(stage, p),
-                host_bytes=0 if p is None else p.host_bytes * runs,
-                working_bytes=0 if p is None else p.working_bytes,
-                flops=0 if p is None else p.flops * runs,
-                seconds=0.0 if p is None else p.cost("time") * runs,
-                values=values,
-                form=problem.form(stage),
+    for stage, t in zip(problem.stages, selection.treatments, strict=True):
+        first = 0
+        for n, p in t.parts if t is not None else ((stage.trips, None),):
+            runs = n * stage.around
+            part = Treatment(((n, p),)) if p is not None else None
+            values: tuple[PlannedValue, ...] = ()
+            if stage.graph is not None and p is not None and p.remat:
+                key = (id(stage.graph), p, runs)
+                if key not in shared:
+                    shared[key] = _values(stage.graph, p, runs)
+                values = shared[key]
+            path = stage.block.path
+            out.append(
+                PlannedBlock(
+                    path=part_path(path, first, first + n) if t is not None and t.is_split else path,
+                    kind=stage.block.kind,
+                    runs=runs,
+                    policy=policy(p, problem.by_name),
+                    kept_bytes=0 if part is None else part.kept_bytes(stage),
+                    host_bytes=0 if part is None else part.host_bytes(stage),
+                    working_bytes=0 if part is None else part.working_bytes(stage),
+                    flops=0 if part is None else part.flops(stage),
+                    seconds=0.0 if part is None else part.cost(stage, "time"),
+                    values=values,
+                    form=problem.form(stage),
+                )
             )
-        )
+            first += n
     return tuple(out)
 
 
@@ -97,22 +100,12 @@ def policy(p: Point | None, by_name: bool = False) -> Policy:
 
 def rivals(problem: Problem, line: Line, budget: int) -> tuple[Rival, ...]:
     """The presets in the same model, applied to the blocks of the default choice."""
-    found: dict[Selection | tuple, Rival] = {}
-    for name, preset in presets.items():
-        if preset.native is not None:
-            continue
-        if not preset.remat:
-            selection = problem.without_remat()
-        elif Action.OFFLOAD in preset.actions and not problem.offloads:
-            continue
-        else:
-            selection = problem.by_facts(
-                lambda f, preset=preset: preset.action(f).value, lambda s: not is_rest(s.block.path)
-            )
+    found = []
+    for name, selection in problem.presets.items():
         peak = int(line.compiled(selection.peak))
         flops, seconds = problem.extra(selection)
-        found.setdefault(selection.points, Rival(name, peak, flops, seconds, peak <= budget))
-    return tuple(found.values())
+        found.append(Rival(name, peak, flops, seconds, peak <= budget))
+    return tuple(found)
 
 
 def _values(graph: Graph, p: Point, runs: int) -> tuple[PlannedValue, ...]:

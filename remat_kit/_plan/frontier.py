@@ -107,6 +107,7 @@ def frontier(
     points: int = 12,
     compiles: int = 4,
     names_only: bool = False,
+    split: bool | float = False,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     keep_barriers: bool = False,
@@ -118,8 +119,8 @@ def frontier(
     """Finds the plans that no other beats, from the smallest peak to the lowest cost.
 
     Args:
-      fun, args, kwargs, target, actions, minimize, names_only, argnums, has_aux, keep_barriers, compiler_options,
-        timeout: as in `plan`.
+      fun, args, kwargs, target, actions, minimize, names_only, split, argnums, has_aux, keep_barriers,
+        compiler_options, timeout: as in `plan`.
       points: how many budgets to plan for, evenly spread between the smallest peak and that of the cheapest plan.
       compiles: how many of the plans to compile, from end to end. They correct the predicted peaks of the others.
       progress: whether to show a progress bar on standard error; on a terminal by default.
@@ -133,9 +134,9 @@ def frontier(
     if not isinstance(points, int) or isinstance(points, bool) or not 1 <= points <= _MOST_POINTS:
         raise RematError(f"points is a number of budgets from 1 to {_MOST_POINTS}, got {points!r}.")
     session = Session.open(
-        fun, args, kwargs, target=target, actions=actions, minimize=minimize, names_only=names_only, argnums=argnums,
-        has_aux=has_aux, keep_barriers=keep_barriers, compiler_options=compiler_options, timeout=timeout,
-        progress=progress,
+        fun, args, kwargs, target=target, actions=actions, minimize=minimize, names_only=names_only, split=split,
+        argnums=argnums, has_aux=has_aux, keep_barriers=keep_barriers, compiler_options=compiler_options,
+        timeout=timeout, progress=progress,
     )  # fmt: skip
     return of_session(session, points, count_of(compiles) if target is not None else 0, progress)
 

@@ -46,6 +46,25 @@ def peak_of(options: Sequence[Option]) -> int:
     return most
 
 
+def least_peak(stages: Sequence[Sequence[Option]]) -> int:
+    """The smallest peak that any options have, to within a thousandth.
+
+    Within a peak, the option with the fewest kept bytes leaves most to the stages behind it, so one pass tells.
+    """
+    low, high = 0, peak_of([max(s, key=lambda o: o.kept + o.working) for s in stages])
+    while high - low > high >> 10:
+        middle = (low + high) // 2
+        kept: int | None = 0
+        for options in stages:
+            fitting = [o.kept for o in options if kept + o.kept + o.working <= middle]
+            if not fitting:
+                kept = None
+                break
+            kept += min(fitting)
+        low, high = (middle, high) if kept is None else (low, middle)
+    return high
+
+
 def solve(stages: Sequence[Sequence[Option]], budget: int) -> Answer | None:
     """The cheapest options whose peak is within a budget; None if there are none.
 
@@ -108,4 +127,4 @@ class _Table:
         return tuple(reversed(found))
 
 
-_MOST_STATES = 2048
+_MOST_STATES = 512

@@ -38,6 +38,7 @@ def plan(
     minimize: str = "time",
     compiles: int = 4,
     names_only: bool = False,
+    split: bool | float = False,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     keep_barriers: bool = False,
@@ -63,6 +64,9 @@ def plan(
       minimize: ``"time"``, by the roofline of the target's chip, or ``"flops"``.
       compiles: the most programs to compile; 0 relies on the prediction.
       names_only: choose among the checkpoint names that the program has, one policy for all blocks.
+      split: whether scans may be run in two parts with different treatments, which fills a budget better but keeps
+        slices of the parameters, about one copy of them. A number is the least gain that is worth it, as a share of the
+        whole step's cost.
       argnums, has_aux, keep_barriers, compiler_options, timeout: as in `measure`.
       progress: whether to say on standard error what is done; on a terminal by default.
 
@@ -74,9 +78,9 @@ def plan(
       RematError: as `measure` does; for a budget, an action or a setting that cannot be read.
     """
     session = Session.open(
-        fun, args, kwargs, target=target, actions=actions, minimize=minimize, names_only=names_only, argnums=argnums,
-        has_aux=has_aux, keep_barriers=keep_barriers, compiler_options=compiler_options, timeout=timeout,
-        progress=progress,
+        fun, args, kwargs, target=target, actions=actions, minimize=minimize, names_only=names_only, split=split,
+        argnums=argnums, has_aux=has_aux, keep_barriers=keep_barriers, compiler_options=compiler_options,
+        timeout=timeout, progress=progress,
     )  # fmt: skip
     return session.plan(budget, count_of(compiles))
 
@@ -89,6 +93,7 @@ def count_of(compiles: Any) -> int:
 
 
 _MOST_COMPILES = 1000
+_DOUBT = 0.2  # seconds before the compiler has fused anything
 
 
 class Session:
@@ -110,6 +115,7 @@ class Session:
         actions: Sequence[str],
         minimize: str,
         names_only: bool,
+        split: bool | float,
         argnums: int | Sequence[int],
         has_aux: bool,
         keep_barriers: bool,
@@ -120,6 +126,10 @@ class Session:
         """Traces the loss and opens its blocks."""
         if minimize not in ("time", "flops"):
             raise RematError(f"minimize is 'time' or 'flops', got {minimize!r}.")
+        if not isinstance(split, bool) and not (isinstance(split, float) and 0 <= split < 1):
+            raise RematError(f"split is True, False or a share of the step such as 0.02, got {split!r}.")
+        if split is not False and names_only:
+            raise RematError("with names_only=True all blocks have one policy, so that no scan is split.")
         allowed = _actions(actions)
         setting = None
         if target is not None:
@@ -148,8 +158,13 @@ class Session:
             allowed -= {Action.OFFLOAD}
             notes.append("jax_remat3 of this JAX ignores offloading, so nothing is offloaded.")
         say("solving", progress)
-        kind = NamesProblem if names_only else Problem
-        problem = kind(program, rates, minimize, frozenset(a.value for a in allowed))
+        values = frozenset(a.value for a in allowed)
+        if names_only:
+            problem = NamesProblem(program, rates, minimize, values)
+        else:
+            problem = Problem(
+                program, rates, minimize, values, split=None if split is False else float(split is not True and split)
+            )
         info = _Info(setting, minimize, tuple(a.value for a in Action if a in allowed), rates, notes, progress)
 
         def compiled(made: Plan) -> Measurement:
@@ -191,6 +206,8 @@ class Session:
             fixed_bytes=problem.fixed_bytes,
             cost=self.cost,
             known=self.trials,
+            rivals=() if problem.by_name else tuple(problem.presets.values()),
+            doubt=_DOUBT if self.info.minimize == "time" else 0.0,
         )
         if best is None:
             best = min(self.trials, key=lambda t: t.peak)

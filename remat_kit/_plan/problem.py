@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 from remat_kit._apply import BlockForm
 from remat_kit._plan import knapsack
@@ -13,28 +15,32 @@ from remat_kit._plan.knapsack import Option
 from remat_kit._plan.point import Point, choose
 from remat_kit._plan.rates import Rates
 from remat_kit._plan.stages import Stage, Stages
-from remat_kit._policy import ValueFacts
+from remat_kit._plan.treatment import Treatment, splits, whole
+from remat_kit._policy import Action, ValueFacts
+from remat_kit._presets import presets
+from remat_kit._trace.blocks import is_rest
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Selection:
-    """A point for each stage, with what is predicted of the whole program.
+    """A treatment of each stage, with what is predicted of the whole program.
 
     Attributes:
-      points: one for each stage of the problem; None for stages that keep nothing.
+      treatments: one for each stage of the problem; None for stages that keep nothing.
       peak: bytes.
       cost: of what is recomputed, in what is minimized.
       bound: no selection within the peak that was asked for costs less, as far as was proved.
     """
 
-    points: tuple[Point | None, ...]
+    treatments: tuple[Treatment | None, ...]
     peak: int
     cost: float
     bound: float
 
     @property
-    def key(self) -> tuple[Point | None, ...]:
-        return self.points
+    def key(self) -> tuple[Treatment | None, ...]:
+        """Equal for selections that are the same."""
+        return self.treatments
 
 
 _POINTS = 12  # solved for each block before anything is asked
@@ -45,16 +51,26 @@ class Problem:
     """The stages of a program and what can be done with each.
 
     Attributes:
-      stages: the program.
+      program: the stages, and the memory that is there all the time.
       minimize: ``"time"`` or ``"flops"``.
+      rates: of the target.
+      offloads: whether values may be offloaded.
+      split: by what share of the step's cost two parts of a scan must be better than one; None leaves scans whole.
     """
 
     by_name = False  # whether choices go by checkpoint names
 
     def __init__(
-        self, program: Stages, rates: Rates, minimize: str, actions: frozenset[str], *, points: int = _POINTS
+        self,
+        program: Stages,
+        rates: Rates,
+        minimize: str,
+        actions: frozenset[str],
+        *,
+        split: float | None = None,
+        points: int = _POINTS,
     ) -> None:
-        self.program, self.minimize, self.rates = program, minimize, rates
+        self.program, self.minimize, self.rates, self.split = program, minimize, rates, split
         self.offloads = "offload" in actions
         self.stages = program.stages
         self._forms: dict[str, BlockForm] = {}
@@ -64,6 +80,7 @@ class Problem:
                 f = BlockFrontier(s.graph, minimize, self.host_bytes(s), save="save" in actions)
                 f.fill(points)
                 self.frontiers[id(s.graph)] = f
+        self.active = [(s, f) for s in self.stages if (f := self.frontier(s)) is not None]
 
     @property
     def fixed_bytes(self) -> int:
@@ -84,13 +101,56 @@ class Problem:
             self._forms[path] = BlockForm.of(stage.block)
         return self._forms[path]
 
-    def extra(self, selection: Selection) -> tuple[int, float]:
-        """FLOPs of what a selection recomputes, and seconds of that and of keeping the rest."""
-        runs = [(s.trips * s.around, p) for s, p in zip(self.stages, selection.points, strict=True) if p is not None]
-        return sum(n * p.flops for n, p in runs), sum(n * p.cost("time") for n, p in runs)
-
     def frontier(self, stage: Stage) -> BlockFrontier | None:
         return None if stage.graph is None else self.frontiers[id(stage.graph)]
+
+    # What others choose -----------------------------------------------------------------------------
+
+    def extra(self, selection: Selection) -> tuple[int, float]:
+        """FLOPs of what a selection recomputes, and seconds of that and of keeping the rest."""
+        taken = [(s, t) for s, t in zip(self.stages, selection.treatments, strict=True) if t is not None]
+        return sum(t.flops(s) for s, t in taken), sum(t.cost(s, "time") for s, t in taken)
+
+    def without_remat(self) -> Selection:
+        """Nothing is recomputed."""
+        return self.evaluate(lambda stage, graph: None)
+
+    def evaluate(self, choice: Callable[[Stage, Graph], Point | None]) -> Selection:
+        """The selection of a choice made by somebody else; None leaves a stage without remat."""
+        taken: list[Treatment | None] = []
+        for s in self.stages:
+            f = self.frontier(s)
+            taken.append(None if f is None else whole(s, choice(s, f.graph) or f.plain))
+        options = [t.option(s, self.minimize) for s, t in zip(self.stages, taken, strict=True) if t is not None]
+        peak = self.fixed_bytes + knapsack.peak_of(options)
+        return Selection(tuple(taken), peak, sum(o.cost for o in options), 0.0)
+
+    @functools.cached_property
+    def presets(self) -> dict[str, Selection]:
+        """What the presets come to on the blocks of the default choice, by name; equal ones once, cheapest first."""
+        found: dict[Any, tuple[str, Selection]] = {}
+        for name, preset in presets.items():
+            if preset.native is not None or (Action.OFFLOAD in preset.actions and not self.offloads):
+                continue
+            selection = self.without_remat()
+            if preset.remat:
+                selection = self.by_facts(lambda f, p=preset: p.action(f), lambda s: not is_rest(s.block.path))
+            found.setdefault(selection.key, (name, selection))
+        return dict(sorted(found.values(), key=lambda x: (x[1].cost, x[1].peak)))
+
+    def by_facts(self, keeps: Callable[[ValueFacts], str | None], planned: Callable[[Stage], bool]) -> Selection:
+        """The selection of a policy, asked about each value; stages that are not planned have no remat."""
+
+        def choice(stage: Stage, graph: Graph) -> Point | None:
+            if not planned(stage):
+                return None
+            actions = {c.label: keeps(c.facts) for c in graph.choices}
+            saved = [k for k, a in actions.items() if a == "save"]
+            return choose(graph, saved, [k for k, a in actions.items() if a == "offload"])
+
+        return self.evaluate(choice)
+
+    # What the solver chooses ------------------------------------------------------------------------
 
     def solve(self, peak: float) -> Selection | None:
         """The cheapest selection within a predicted peak; None if there is none.
@@ -107,110 +167,86 @@ class Problem:
             best = found
             if not self._refine(found, peak):
                 break
-        return None if best is None else dataclasses.replace(best, bound=min(best.cost, self.bound(peak)))
+        if best is None:
+            return self._solve(peak, split=True) if self.split is not None else None
+        if self.split is not None:
+            parted = self._solve(peak, split=True)
+            if parted is not None and best.cost - parted.cost > self.split * self.whole_cost:
+                best = parted
+        return dataclasses.replace(best, bound=min(best.cost, self.bound(peak)))
 
     def least(self) -> Selection:
         """The selection with the smallest predicted peak, and the least cost among those."""
-        low, high = self.fixed_bytes, self.without_remat().peak
-        while self._solve(high) is None:  # without remat there may be more to keep than the model saw
-            high *= 2
-        while high - low > max(1 << 10, high >> 12):
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._solve(middle) is not None else (middle, high)
-        found = self.solve(high)
+        options = [
+            [t.option(s, self.minimize) for t in ts] for (s, _), ts in zip(self.active, self._all(), strict=True)
+        ]
+        found = self.solve(self.fixed_bytes + knapsack.least_peak(options))
         return found if found is not None else self.without_remat()
 
     def cheapest(self) -> Selection:
         """The selection with the least cost, whatever it takes: without remat, unless keeping things costs too much."""
         return self.solve(float("inf")) or self.least()
 
-    def without_remat(self) -> Selection:
-        """Nothing is recomputed."""
-        return self.evaluate(lambda stage, graph: None)
-
-    def evaluate(self, choice: Callable[[Stage, Graph], Point | None]) -> Selection:
-        """The selection of a choice made by somebody else; None leaves a stage without remat."""
-        points: list[Point | None] = []
-        for s in self.stages:
-            f = self.frontier(s)
-            if f is None or s.graph is None:
-                points.append(None)
-                continue
-            points.append(choice(s, s.graph) or f.plain)
-        options = [
-            _option(s, p, p.cost(self.minimize)) for s, p in zip(self.stages, points, strict=True) if p is not None
-        ]
-        peak = self.fixed_bytes + knapsack.peak_of(options)
-        return Selection(tuple(points), peak, sum(o.cost for o in options), 0.0)
-
-    def by_facts(self, keeps: Callable[[ValueFacts], str | None], planned: Callable[[Stage], bool]) -> Selection:
-        """The selection of a policy, asked about each value; stages that are not planned have no remat."""
-
-        def choice(stage: Stage, graph: Graph) -> Point | None:
-            if not planned(stage):
-                return None
-            actions = {c.label: keeps(c.facts) for c in graph.choices}
-            saved = [k for k, a in actions.items() if a == "save"]
-            return choose(graph, saved, [k for k, a in actions.items() if a == "offload"])
-
-        return self.evaluate(choice)
-
-    def _solve(self, peak: float) -> Selection | None:
-        tables = [(s, f.points) for s in self.stages if (f := self.frontier(s)) is not None]
-        options = [[_option(s, p, p.cost(self.minimize)) for p in points] for s, points in tables]
-        room = _room(peak, self.fixed_bytes)
-        answer = knapsack.solve(options, room)
-        if answer is None:
-            return None
-        taken = iter(points[k] for (_, points), k in zip(tables, answer.taken, strict=True))
-        points = tuple(next(taken) if self.frontier(s) is not None else None for s in self.stages)
-        return Selection(points, self.fixed_bytes + answer.peak, answer.cost, 0.0)
+    @functools.cached_property
+    def whole_cost(self) -> float:
+        """What the whole step costs without remat, in what is minimized."""
+        of = (lambda o: o.seconds) if self.minimize == "time" else (lambda o: float(o.flops))
+        return sum(sum(map(of, s.graph.ops)) * s.trips * s.around for s in self.stages if s.graph is not None)
 
     def bound(self, peak: float) -> float:
         """What no selection within a predicted peak costs less than, as far as the solver proved it.
 
-        Between two points of a block's frontier the next one's bound holds, and the smaller of their working bytes.
+        For scans that are not split. Between two points of a block's frontier the next one's bound holds, and the
+        smaller of their working bytes.
         """
         tables = []
-        for s in self.stages:
-            if (f := self.frontier(s)) is None:
-                continue
-            points = f.points
+        for s, f in self.active:
             options = []
-            for k, p in enumerate(points):
-                beyond = points[k + 1] if k + 1 < len(points) else None
+            for k, p in enumerate(f.points):
+                beyond = f.points[k + 1] if k + 1 < len(f.points) else None
                 least = min(p.cost(self.minimize), f.bound(beyond.kept_bytes) if beyond is not None else 0.0)
-                lighter = p if beyond is None or p.working_bytes < beyond.working_bytes else beyond
-                working = min(p.working_bytes, lighter.working_bytes)
-                options.append(_option(s, dataclasses.replace(p, working_bytes=working), least))
+                working = p.working_bytes if beyond is None else min(p.working_bytes, beyond.working_bytes)
+                options.append(Option(whole(s, p).kept_bytes(s), working, least * s.trips * s.around))
             tables.append(options)
-        return knapsack.bound(tables, _room(peak, self.fixed_bytes))
+        return knapsack.bound(tables, self._room(peak))
+
+    def _all(self, *, split: bool = False) -> list[list[Treatment]]:
+        """The treatments of each active stage."""
+        found = []
+        for s, f in self.active:
+            found.append([whole(s, p) for p in f.points] + (splits(s, f.points) if split else []))
+        return found
+
+    def _options(self, treatments: list[list[Treatment]]) -> list[list[Option]]:
+        return [[t.option(s, self.minimize) for t in ts] for (s, _), ts in zip(self.active, treatments, strict=True)]
+
+    def _room(self, peak: float) -> int:
+        return int(min(peak, 2.0**62)) - self.fixed_bytes
+
+    def _solve(self, peak: float, *, split: bool = False) -> Selection | None:
+        treatments = self._all(split=split)
+        answer = knapsack.solve(self._options(treatments), self._room(peak))
+        if answer is None:
+            return None
+        taken = iter(ts[k] for ts, k in zip(treatments, answer.taken, strict=True))
+        chosen = tuple(next(taken) if s.graph is not None else None for s in self.stages)
+        return Selection(chosen, self.fixed_bytes + answer.peak, answer.cost, 0.0)
 
     def _refine(self, found: Selection, peak: float) -> bool:
         """Solves blocks for what they keep and what is left over; tells whether there was anything to solve."""
         left = peak - found.peak
         asked = False
         seen: set[int] = set()
-        for s, p in zip(self.stages, found.points, strict=True):
+        for s, t in zip(self.stages, found.treatments, strict=True):
             f = self.frontier(s)
-            if f is None or p is None or p == f.points[-1] or id(f) in seen:
+            if f is None or t is None or t.parts[0][1] == f.points[-1] or id(f) in seen:
                 continue
             seen.add(id(f))
-            alike = sum(t.trips * t.around for t, q in zip(self.stages, found.points, strict=True) if q is p)
-            asked |= f.at(min(p.kept_bytes + left / max(alike, 1), f.points[-1].kept_bytes)) is not None
+            alike = sum(
+                r.trips * r.around
+                for r, q in zip(self.stages, found.treatments, strict=True)
+                if q is not None and q.parts[0][1] is t.parts[0][1]
+            )
+            more = t.parts[0][1].kept_bytes + left / max(alike, 1)
+            asked |= f.at(min(more, f.points[-1].kept_bytes)) is not None
         return asked
-
-
-def _room(peak: float, fixed: int) -> int:
-    return int(min(peak, 2.0**62)) - fixed
-
-
-def _option(stage: Stage, p: Point, cost: float) -> Option:
-    runs = stage.trips * stage.around
-    return Option(kept_bytes(stage, p), p.working_bytes, cost * runs)
-
-
-def kept_bytes(stage: Stage, p: Point) -> int:
-    """What a stage keeps in all its runs."""
-    runs = stage.trips * stage.around
-    return (p.kept_bytes - p.fixed_bytes) * runs + p.fixed_bytes * stage.around

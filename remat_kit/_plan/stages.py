@@ -30,6 +30,7 @@ class Stage:
         rematerialized.
       trips: how often it runs for each run of its program: the length of a scan.
       around: how often that program runs.
+      slice_bytes: of what a scan takes a slice of in each iteration (stacked parameters, mostly); 0 for all others.
       note: why it cannot be rematerialized, if so.
     """
 
@@ -37,6 +38,7 @@ class Stage:
     graph: Graph | None
     trips: int
     around: int
+    slice_bytes: int = 0
     note: str = ""
 
 
@@ -106,12 +108,14 @@ class _Opener:
 
     def stage(self, c: Candidate) -> Stage:
         loop: int | None = None
+        sliced = 0
         if c.kind in ("scan", "checkpoint"):
             (call,) = jaxprs.calls(c.owner.eqns[c.eqns[0]])
             program = call.jaxpr
             invars = jaxprs.opened(program).invars
             if c.kind == "scan":
                 loop = call.num_consts
+                sliced = c.trips * sum(jaxprs.nbytes(v.aval) for v in invars[loop + call.num_carry :])
         else:
             program, invars, _, _ = _rewrite.outline(c.owner, c.eqns, c.marks)
         active = tuple(self.active.get(v, False) for v in invars)
@@ -120,7 +124,7 @@ class _Opener:
         if key not in self.opened:
             self.opened[key] = self.open(program, active, arguments, loop)
         found, note = self.opened[key]
-        return Stage(c, found, c.trips, c.runs // max(c.trips, 1), note)
+        return Stage(c, found, c.trips, c.runs // max(c.trips, 1), sliced, note)
 
     def open(
         self, program: Any, active: Sequence[bool], arguments: Sequence[bool], loop: int | None

@@ -35,6 +35,7 @@ class Candidate:
       trips: how many times it runs for each run of `owner`: the length of a scan.
       runs: how many times it runs in all, loops around it included.
       parent: the candidate around it.
+      span: for a part of a scan the first of its iterations and the one behind the last; None for the whole.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Candidate:
     trips: int = 1
     runs: int = 1
     parent: Candidate | None = None
+    span: tuple[int, int] | None = None
 
     @property
     def depth(self) -> int:
@@ -234,7 +236,7 @@ def choose(
         calls around it, and its bytes.
     """
     total = sum(b for _, b in kept)
-    held = {id(c): sum(b for chain, b in kept if c.holds(chain)) for c in candidates}
+    held = held_bytes(candidates, kept)
     levels = [_repeated([c for c in candidates if c.depth == d]) for d in sorted({c.depth for c in candidates})]
     levels = [[c for c in level if held[id(c)]] for level in levels]
     sums = [sum(held[id(c)] for c in level) for level in levels]
@@ -247,6 +249,19 @@ def choose(
     if len(cut) == 1 and sums and max(sums):  # a whole program as one block saves less than any layers
         return levels[sums.index(max(sums))]
     return cut
+
+
+def held_bytes(candidates: Sequence[Candidate], kept: Sequence[tuple[Sequence[JaxprEqn], int]]) -> dict[int, int]:
+    """For each candidate, by identity, the bytes of the residuals that it holds; see `choose`."""
+    held = dict.fromkeys(map(id, candidates), 0)
+    of: dict[int, list[Candidate]] = {}
+    for c in candidates:
+        for member in c.members:
+            of.setdefault(member, []).append(c)
+    for chain, size in kept:
+        for c in {id(c): c for eqn in chain for c in of.get(id(eqn), ())}.values():
+            held[id(c)] += size if c.holds(chain) else 0
+    return held
 
 
 def _repeated(siblings: Sequence[Candidate]) -> list[Candidate]:
@@ -308,6 +323,29 @@ def segments(jaxpr: Any, most: int | None = None) -> list[Candidate]:
         for k, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
         if a < b
     ]
+
+
+def part_path(path: str, first: int, last: int) -> str:
+    """The path of a part of a scan: ``layers@0:4``, its iterations from the first to before the last."""
+    return f"{path}@{first}:{last}"
+
+
+def split_part(path: str) -> tuple[str, tuple[int, int | None] | None]:
+    """The path of a scan in that of a part of it, and the part; either end may be left out of ``layers@4:``."""
+    found = re.fullmatch(r"(.+)@(\d*):(\d*)", path)
+    if found is None:
+        return path, None
+    return found[1], (int(found[2] or 0), int(found[3]) if found[3] else None)
+
+
+def part_of(c: Candidate, part: tuple[int, int | None]) -> Candidate | None:
+    """A part of a scan; None if the scan has no such iterations."""
+    first, last = part[0], c.trips if part[1] is None else part[1]
+    if c.kind != "scan" or not 0 <= first < last <= c.trips:
+        return None
+    n = last - first
+    path = part_path(c.path, first, last)
+    return dataclasses.replace(c, path=path, trips=n, runs=c.runs // c.trips * n, span=(first, last))
 
 
 def is_rest(path: str) -> bool:

@@ -234,6 +234,28 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any], programs: Mapping[tuple[str, in
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def bind_parts(eqn: JaxprEqn, operands: Sequence[Any], parts: Sequence[tuple[int, int, Any]]) -> list[Any]:
+    """Binds a scan as several, one behind the other: the carry goes on, what is stacked is cut and joined.
+
+    Args:
+      parts: for each its first iteration, the one behind its last, and the program of its body, in that order; they
+        make up the whole scan.
+    """
+    (call,) = calls(eqn)
+    first, last = call.num_consts, call.num_consts + call.num_carry
+    consts, carry, stacked = operands[:first], list(operands[first:last]), operands[last:]
+    results: dict[int, list[Any]] = {}
+    reverse = eqn.params["reverse"]
+    with context(eqn):
+        for start, stop, program in reversed(parts) if reverse else parts:
+            cut = [jax.lax.slice_in_dim(x, start, stop) for x in stacked]
+            params = {**_with_programs(eqn.params, {call.key: program}), "length": stop - start}
+            out = eqn.primitive.bind(*consts, *carry, *cut, **eqn.primitive.get_bind_params(params))
+            carry, results[start] = list(out[: len(carry)]), list(out[len(carry) :])
+        joined = [jax.lax.concatenate(list(ys), 0) for ys in zip(*(results[s] for s in sorted(results)), strict=True)]
+    return [*carry, *joined]
+
+
 def _with_programs(params: Mapping[str, Any], programs: Mapping[tuple[str, int | None], Any]) -> dict[str, Any]:
     new = dict(params)
     for (key, index), program in programs.items():
