@@ -28,25 +28,27 @@ class Trial(Generic[M]):
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """The compiled peak as a line of the predicted one, from trial to trial.
+    """The compiled peak as a line of the predicted one.
 
-    It starts at the bytes that are there all the time (arguments and results), which both agree on. So one trial gives
-    a slope, which on sharded programs also says what part of each value a device holds; further ones intercepts too.
+    Before any trial the two are equal but for the part of each value that a device holds; one trial corrects the
+    intercept, two the slope between them.
 
     Attributes:
-      points: predicted and compiled peaks, by the predicted one; the first is where the line starts.
+      fixed_bytes: what is there all the time (arguments and results), per device in both.
+      share: the part of all other values that a device holds, as far as the arguments' shardings tell.
+      points: predicted and compiled peaks of trials, by the predicted one.
     """
 
-    points: tuple[tuple[float, float], ...]
+    fixed_bytes: int = 0
+    share: float = 1.0
+    points: tuple[tuple[float, float], ...] = ()
 
-    @classmethod
-    def through(cls, fixed_bytes: int, trials: Sequence[Trial]) -> Line:
+    def through(self, trials: Sequence[Trial]) -> Line:
         """The line through trials: of those with the same predicted peak the largest compiled one counts."""
         peaks: dict[float, float] = {}
         for t in trials:
-            if t.selection.peak > fixed_bytes:
-                peaks[t.selection.peak] = max(peaks.get(t.selection.peak, 0), t.peak)
-        return cls(((fixed_bytes, fixed_bytes), *sorted(peaks.items())))
+            peaks[t.selection.peak] = max(peaks.get(t.selection.peak, 0), t.peak)
+        return dataclasses.replace(self, points=tuple(sorted(peaks.items())))
 
     def compiled(self, predicted: float) -> float:
         """The compiled peak to expect for a predicted one."""
@@ -59,24 +61,19 @@ class Line:
         return x + (compiled - y) / slope
 
     def _near(self, at: float, axis: int) -> tuple[tuple[float, float], float]:
-        """The point below (else the first one), and the slope of the line from there to the point above, if any."""
-        below = [p for p in self.points if p[axis] <= at] or [self.points[0]]
+        """The nearest trial, and the slope from there."""
+        if not self.points:
+            return (self.fixed_bytes, self.fixed_bytes), self.share
+        below = [p for p in self.points if p[axis] <= at]
         above = [p for p in self.points if p[axis] > at]
-        a = max(below, key=lambda p: p[axis])
-        b = min(above, key=lambda p: p[axis]) if above else None
-        if b is None:  # beyond the last trial: as it went so far
-            a, b = self.points[0], a
-            if a == b:
-                return a, 1.0
-            return b, _slope(a, b)
-        return a, _slope(a, b)
+        if not below or not above:
+            return (above[0] if above else below[-1]), self.share
+        (x, y), (x2, y2) = below[-1], above[0]
+        slope = (y2 - y) / (x2 - x) if x2 > x else self.share
+        return (x, y), min(max(slope, self.share / _BEND), self.share * _BEND)
 
 
-def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
-    return max((b[1] - a[1]) / (b[0] - a[0]), _FLATTEST) if b[0] > a[0] else 1.0
-
-
-_FLATTEST = 1e-4  # on thousands of devices
+_BEND = 4  # what lies between two trials is no steeper or flatter than this
 
 
 def search(
@@ -86,7 +83,7 @@ def search(
     compiled: Callable[[Selection], tuple[int, M]],
     budget: int,
     compiles: int,
-    fixed_bytes: int,
+    line: Line,
     cost: Callable[[Selection, M], float],
     known: Sequence[Trial[M]] = (),
     rivals: Sequence[Selection] = (),
@@ -101,7 +98,7 @@ def search(
       solve: the cheapest selection within a predicted peak.
       least: the one with the smallest predicted peak.
       cheapest: the key of the one that costs least of all.
-      fixed_bytes: where the line between predicted and compiled peaks starts.
+      line: how compiled peaks follow predicted ones before any trial.
       compiled: compiles a selection; returns its peak and whatever else is to be kept.
       compiles: the most programs to compile.
       cost: what is minimized of a compiled selection.
@@ -129,11 +126,11 @@ def search(
         return trial
 
     def next_rival() -> Selection | None:
-        better, line = best(), Line.through(fixed_bytes, trials)
+        better, now = best(), line.through(trials)
         for rival in rivals:
             if better is not None and rival.cost * (1 - doubt) >= better.selection.cost:
                 return None
-            if rival.key not in done and line.compiled(rival.peak) <= budget:
+            if rival.key not in done and now.compiled(rival.peak) <= budget * (1 + _CLOSE):
                 return rival
         return None
 
@@ -141,7 +138,7 @@ def search(
         missed = sum(t.peak > budget for t in trials[len(known) :])
         # After a miss a little less is aimed at.
         aim = budget - budget * _MARGINS[min(missed, len(_MARGINS) - 1)]
-        ask = Line.through(fixed_bytes, trials).predicted(aim)
+        ask = line.through(trials).predicted(aim)
         over = [t.selection.peak for t in trials if t.peak > budget]
         if over:
             ask = min(ask, min(over) - budget * _STEP)

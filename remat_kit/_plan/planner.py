@@ -153,6 +153,8 @@ class Session:
             local = _reports.device_bytes(call)
             avals = [v.aval for v in jaxprs.opened(loss.traced.jaxpr).invars]
             sizes = [local.get(i, jaxprs.nbytes(a)) for i, a in enumerate(avals)]
+            whole = sum(map(jaxprs.nbytes, avals))
+            share = sum(sizes) / whole if whole else 1.0
             program = _reports.differentiable(lambda: stages(loss, sizes, rates, by_name=names_only))
         if Action.OFFLOAD in allowed and any(_refuses_offload(s.block) for s in program.stages):
             allowed -= {Action.OFFLOAD}
@@ -165,7 +167,7 @@ class Session:
             problem = Problem(
                 program, rates, minimize, values, split=None if split is False else float(split is not True and split)
             )
-        info = _Info(setting, minimize, tuple(a.value for a in Action if a in allowed), rates, notes, progress)
+        info = _Info(setting, minimize, tuple(a.value for a in Action if a in allowed), rates, notes, progress, share)
 
         def compiled(made: Plan) -> Measurement:
             assert setting is not None
@@ -179,7 +181,12 @@ class Session:
     @property
     def line(self) -> Line:
         """What was learnt so far of how compiled peaks follow predicted ones."""
-        return Line.through(self.problem.fixed_bytes, self.trials)
+        return self.start.through(self.trials)
+
+    @property
+    def start(self) -> Line:
+        """How compiled peaks follow predicted ones before any trial."""
+        return Line(self.problem.fixed_bytes, self.info.share)
 
     def plan(self, budget: int | float | str | None, compiles: int) -> Plan:
         """The cheapest plan within a budget."""
@@ -203,7 +210,7 @@ class Session:
             compiled=lambda s: self._peak(s, allowed),
             budget=allowed,
             compiles=compiles,
-            fixed_bytes=problem.fixed_bytes,
+            line=self.start,
             cost=self.cost,
             known=self.trials,
             rivals=() if problem.by_name else tuple(problem.presets.values()),
@@ -261,7 +268,7 @@ class Session:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Info:
-    """What a session was asked for."""
+    """What a session was asked for, and the share of the arguments that one device holds."""
 
     setting: Setting | None
     minimize: str
@@ -269,6 +276,7 @@ class _Info:
     rates: Rates
     notes: list[str]
     progress: bool | None
+    share: float
 
 
 def _actions(actions: Sequence[str]) -> set[Action]:

@@ -214,7 +214,7 @@ class Problem:
         """The treatments of each active stage."""
         found = []
         for s, f in self.active:
-            found.append([whole(s, p) for p in f.points] + (splits(s, f.points) if split else []))
+            found.append([whole(s, p) for p in f.points] + (splits(s, f.points, self.minimize) if split else []))
         return found
 
     def _options(self, treatments: list[list[Treatment]]) -> list[list[Option]]:

@@ -60,18 +60,35 @@ def whole(stage: Stage, p: Point) -> Treatment:
     return Treatment(((stage.trips, p),))
 
 
-def splits(stage: Stage, points: list[Point]) -> list[Treatment]:
-    """A scan in two parts, with two points that are neighbours on its frontier, at several places."""
+def splits(stage: Stage, points: list[Point], minimize: str) -> list[Treatment]:
+    """A scan in two parts, with two points that are neighbours on the convex hull of its frontier, at several places.
+
+    What keeps more comes last: its backward pass is first, and gives it up before the other works.
+    """
     if stage.block.kind != "scan" or stage.trips < 2:
         return []
+    hull = _hull(points, minimize)
     step = max(1, stage.trips // _MOST_PLACES)
     return [
-        Treatment(((n, a), (stage.trips - n, b)))
-        for low, high in zip(points, points[1:], strict=False)
-        # What keeps more comes last: its backward pass is first, and gives it up before the others work.
-        for a, b in ((low, high),)
+        Treatment(((n, low), (stage.trips - n, high)))
+        for low, high in zip(hull, hull[1:], strict=False)
         for n in range(step, stage.trips, step)
     ]
+
+
+def _hull(points: list[Point], minimize: str) -> list[Point]:
+    """The points below which no mixture of two others lies."""
+    hull: list[Point] = []
+    for p in points:
+        while len(hull) > 1:
+            a, b = hull[-2:]
+            through = (b.cost(minimize) - a.cost(minimize)) * (p.kept_bytes - a.kept_bytes)
+            if through < (p.cost(minimize) - a.cost(minimize)) * (b.kept_bytes - a.kept_bytes):
+                break
+            hull.pop()
+        if not hull or p.cost(minimize) < hull[-1].cost(minimize):
+            hull.append(p)
+    return hull
 
 
 _MOST_PLACES = 16
