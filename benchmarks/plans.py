@@ -128,7 +128,11 @@ def plans(fn: Any, fn_args: Any, target: str, minimize: str, known: dict[str, An
     n = max(args.budgets - 1, 1)
     budgets = [int(full + (none - full) * k / n) for k in range(args.budgets)]
     out: dict[str, Any] = {"open_seconds": opened, "at_presets": {}, "budgets": []}
-    for name, preset in sorted(sound.items(), key=lambda item: item[1]["peak"]):
+    peaks: set[int] = set()
+    for name, preset in sorted(sound.items(), key=lambda item: (item[1]["peak"], item[1]["flops"])):
+        if preset["peak"] in peaks:  # several presets are one on a program that lacks some of their names
+            continue
+        peaks.add(preset["peak"])
         out["at_presets"][name] = one(session, preset["peak"], args.compiles, sound, minimize)
         say(f"{target} {minimize} at {name}", out["at_presets"][name])
     for budget in budgets:

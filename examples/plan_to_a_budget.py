@@ -27,13 +27,13 @@ import remat_kit as rk
 
 @dataclass(frozen=True)
 class Config:
-    layers: int = 6
+    layers: int = 4
     width: int = 96
     heads: int = 4
     length: int = 128
     batch: int = 16
     vocab: int = 64
-    steps: int = 30
+    steps: int = 20
 
 
 SMALL = Config(layers=4, width=64, heads=2, length=64, batch=16, steps=8)

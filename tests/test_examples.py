@@ -1,4 +1,5 @@
-"""The examples in their short form: the trainings train, remat changes what is kept, and what fits is said to fit."""
+"""The examples in their short form: the trainings train, remat changes what is kept, what fits is said to fit, and a
+plan keeps within its budget."""
 
 import importlib.util
 import sys
@@ -87,3 +88,14 @@ def test_will_it_fit_measures_the_whole_step_with_donation(runs):
     assert step.alias_bytes > 2.9 * gradient.output_bytes  # parameters and both moments of Adam
     assert step.argument_bytes > 2.9 * gradient.output_bytes
     assert step.peak_bytes <= answer.largest.budget_bytes
+
+
+def test_a_plan_trains_as_the_model_does_without_it_within_its_budget(runs):
+    answer = runs("plan_to_a_budget")
+    plan, plain, planned = answer.plan, answer.plain, answer.planned
+    np.testing.assert_allclose(planned.losses, plain.losses, rtol=1e-4)
+    assert plain.losses[-1] < 0.8 * plain.losses[0]
+    assert plan.within and plan.measured.peak_bytes <= plan.budget_bytes < answer.without.peak_bytes / 2
+    assert 0 < plan.predicted.recompute_flops < plan.predicted.flops / 4  # less than the forward pass again
+    # The whole step holds Adam's moments too; what the plan saves of the gradient's peak it saves of the step's.
+    assert planned.peak_bytes < 0.6 * plain.peak_bytes

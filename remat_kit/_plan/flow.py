@@ -35,7 +35,8 @@ def given(jaxpr: Any) -> Flags:
 
     def rule(eqn: JaxprEqn, inputs: Sequence[bool]) -> list[bool]:
         op = jaxprs.op_of(eqn)
-        return [all(inputs) and (op in FREE or op in VIEWS)] * len(eqn.outvars)
+        constant = all(isinstance(v, Literal) for v in eqn.invars)  # compilers make it where it is read
+        return [constant or (all(inputs) and (op in FREE or op in VIEWS))] * len(eqn.outvars)
 
     return _Flow(rule, all, literal=True).run(jaxpr, [True] * len(jaxprs.opened(jaxpr).invars))
 

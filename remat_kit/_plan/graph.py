@@ -230,6 +230,7 @@ class _Builder:
         self.values: list[Value] = []
         self.ops: list[Op] = []
         self.varying: list[bool] = []
+        self.literals: list[int] = []
 
     def block(
         self,
@@ -264,7 +265,7 @@ class _Builder:
         self.visit(back, env, 1)
         self.update_in_place()
         time_ops(self.ops, self.values, self.rates)
-        free = {v for v, a in zip(given, arguments, strict=True) if a} | set(constants)
+        free = {v for v, a in zip(given, arguments, strict=True) if a} | set(constants) | set(self.literals)
         free |= {n for n, v in enumerate(self.values) if v.root in free}
         outs = [self.read(v, env) for v in back.outvars]
         moved = [a for a, m in zip(arguments, moves, strict=True) if m]
@@ -410,7 +411,10 @@ class _Builder:
         return outs
 
     def read(self, v: Any, env: dict[Var, int]) -> int:
-        return self.value(v, -1, 1) if isinstance(v, Literal) else env[v]
+        if not isinstance(v, Literal):
+            return env[v]
+        self.literals.append(self.value(v, -1, 1))
+        return self.literals[-1]
 
 
 # A fused operation still costs something: registers, and being computed in each of its readers.

@@ -72,28 +72,8 @@ def _between(graph: Graph, kept: Sequence[int]) -> tuple[int, ...]:
 
 def choose(graph: Graph, saved: Iterable[str], offloaded: Iterable[str] = ()) -> Point:
     """The point of a choice of labels; those that the backward pass does not need are left out of it."""
-    wanted = {c.label: "save" for c in graph.choices if c.label in set(saved)}
-    wanted |= {c.label: "offload" for c in graph.choices if c.label in set(offloaded)}
-    named = {o: c for c in graph.choices if c.label in wanted for o in c.ops}
-    again: set[int] = set()
-    used: dict[str, None] = {}
-    given: dict[int, None] = {}
-    todo = list(graph.residuals)
-    seen = set(todo)
-    while todo:
-        v = todo.pop()
-        maker = graph.values[v].maker
-        if maker < 0:
-            if v not in graph.arguments:
-                given[v] = None
-        elif maker in named:
-            used[named[maker].label] = None
-        elif maker not in again:
-            again.add(maker)
-            for r in graph.ops[maker].reads:
-                if r not in seen:
-                    seen.add(r)
-                    todo.append(r)
+    wanted = _actions(graph, saved, offloaded)
+    again, used, given = _traced(graph, wanted)
     kept = [c for c in graph.choices if c.label in used and wanted[c.label] == "save"]
     hosted = [c for c in graph.choices if c.label in used and wanted[c.label] == "offload"]
     roots = dict.fromkeys(graph.values[v].root for v in given)
@@ -115,3 +95,66 @@ def choose(graph: Graph, saved: Iterable[str], offloaded: Iterable[str] = ()) ->
         sum(graph.ops[o].again_seconds for o in order),
         sum(c.seconds for c in (*kept, *hosted)) + graph.copy_seconds(sum(graph.values[r].kept_bytes for r in roots)),
     )
+
+
+def trimmed(graph: Graph, saved: Sequence[str], offloaded: Sequence[str], minimize: str) -> Point:
+    """The point of a choice without those labels that make nothing cheaper, as a solver's tolerance lets through."""
+    wanted = _actions(graph, saved, offloaded)
+    sizes = {c.label: c.bytes for c in graph.choices}
+    seconds = {c.label: c.seconds for c in graph.choices}
+
+    def cost(wanted: dict[str, str]) -> tuple[float, int]:
+        again, used, given = _traced(graph, wanted)
+        roots = {graph.values[v].root for v in given} - graph.arguments
+        inputs = sum(graph.values[r].kept_bytes for r in roots)
+        kept = inputs + sum(sizes[k] for k in used if wanted[k] == "save")
+        if minimize == "flops":
+            return float(sum(graph.ops[o].again_flops for o in again)), kept
+        keeping = sum(seconds[k] for k in used) + graph.copy_seconds(inputs)
+        return sum(graph.ops[o].again_seconds for o in again) + keeping, kept
+
+    best = cost(wanted)
+    for label in sorted(wanted, key=lambda k: (sizes[k], k)):
+        less = {k: a for k, a in wanted.items() if k != label}
+        found = cost(less)
+        if found[0] <= best[0] * (1 + _NOTHING) and found[1] <= best[1]:
+            wanted, best = less, min(found, best)
+    return choose(
+        graph,
+        [k for k, a in wanted.items() if a == "save"],
+        [k for k, a in wanted.items() if a == "offload"],
+    )
+
+
+_NOTHING = 1e-9
+
+
+def _actions(graph: Graph, saved: Iterable[str], offloaded: Iterable[str]) -> dict[str, str]:
+    keep, host = set(saved), set(offloaded)
+    wanted = {c.label: "save" for c in graph.choices if c.label in keep}
+    return wanted | {c.label: "offload" for c in graph.choices if c.label in host}
+
+
+def _traced(graph: Graph, wanted: dict[str, str]) -> tuple[set[int], set[str], set[int]]:
+    """What runs again to have the residuals, which labels of those kept that reads, and which inputs."""
+    named = {o: c.label for c in graph.choices if c.label in wanted for o in c.ops}
+    again: set[int] = set()
+    used: set[str] = set()
+    given: set[int] = set()
+    todo = list(graph.residuals)
+    seen = set(todo)
+    while todo:
+        v = todo.pop()
+        maker = graph.values[v].maker
+        if maker < 0:
+            if v not in graph.arguments:
+                given.add(v)
+        elif maker in named:
+            used.add(named[maker])
+        elif maker not in again:
+            again.add(maker)
+            for r in graph.ops[maker].reads:
+                if r not in seen:
+                    seen.add(r)
+                    todo.append(r)
+    return again, used, given

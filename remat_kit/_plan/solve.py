@@ -25,7 +25,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, csr_array
 
 from remat_kit._plan.graph import Graph
-from remat_kit._plan.point import Point, choose
+from remat_kit._plan.point import Point, trimmed
 
 
 class Solver:
@@ -150,7 +150,7 @@ class Solver:
         n = len(self.saving)
         saved = [label for label, t in zip(labels[:n], taken[:n], strict=True) if t]
         hosted = [label for label, t in zip(labels[n:], taken[n:], strict=True) if t]
-        return choose(self.graph, saved, hosted)
+        return trimmed(self.graph, saved, hosted, self.minimize)
 
 
 _TRIFLE = 1e-7

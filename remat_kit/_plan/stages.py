@@ -119,12 +119,28 @@ class _Opener:
         else:
             program, invars, _, _ = _rewrite.outline(c.owner, c.eqns, c.marks)
         active = tuple(self.active.get(v, False) for v in invars)
-        arguments = tuple(self.given.get(v, False) for v in invars)
+        arguments = tuple(self.arguments(c, invars))
         key = (survey.fingerprint(program, self.kept, marks.unnumbered), active, arguments, loop)
         if key not in self.opened:
             self.opened[key] = self.open(program, active, arguments, loop)
         found, note = self.opened[key]
         return Stage(c, found, c.trips, c.runs // max(c.trips, 1), sliced, note)
+
+    def arguments(self, c: Candidate, invars: Sequence[Any]) -> list[bool]:
+        """For each input of a block whether it is there anyway.
+
+        Asked where the block is called: a program that is called twice may be given an argument only once.
+        """
+        if c.kind not in ("scan", "checkpoint"):
+            return [self.given.get(v, False) for v in invars]
+        eqn = c.owner.eqns[c.eqns[0]]
+        (call,) = jaxprs.calls(eqn)
+        outer = [eqn.invars[o] for o in call.operands]
+        here = [isinstance(v, jaxprs.Literal) or self.given.get(v, False) for v in outer]
+        carried = range(call.num_consts, call.num_consts + call.num_carry)
+        return [
+            self.given.get(v, False) if i in carried else h for i, (v, h) in enumerate(zip(invars, here, strict=True))
+        ]
 
     def open(
         self, program: Any, active: Sequence[bool], arguments: Sequence[bool], loop: int | None
