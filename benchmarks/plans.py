@@ -25,7 +25,6 @@ import jax
 
 import remat_kit as rk
 from remat_kit._plan.planner import Session
-from remat_kit._target.compile import TIMEOUT
 from remat_kit._target.measurement import Measurement
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "plans"
@@ -118,10 +117,7 @@ def figures(m: Measurement) -> dict[str, Any]:
 def plans(fn: Any, fn_args: Any, target: str, minimize: str, known: dict[str, Any], args: Any) -> dict[str, Any]:
     """Plans at the presets' peaks and over a range of budgets."""
     start = time.perf_counter()
-    session = Session.open(
-        fn, fn_args, {}, target=target, actions=args.actions, minimize=minimize, names_only=False, split=False,
-        argnums=0, has_aux=False, keep_barriers=False, compiler_options=None, timeout=TIMEOUT, progress=None,
-    )  # fmt: skip
+    session = Session.open(fn, fn_args, {}, target=target, actions=args.actions, minimize=minimize)
     opened = time.perf_counter() - start
     sound = {k: v for k, v in known.items() if "refused" not in v}
     full, none = sound["full"]["peak"], sound["none"]["peak"]

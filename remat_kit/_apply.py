@@ -151,8 +151,10 @@ def select(traced: tracing.Traced, rules: Rules) -> Chosen:
         pieces = blocks.segments(traced.jaxpr)
         if not candidates or all(any(matches(g, c.path, "/") for c in pieces) for g, _ in globs):
             candidates = pieces
-        rest = [(g, p) for g, p in globs if blocks.is_rest(g)]
-        taken = _by_glob(candidates, [(g, p) for g, p in globs if not blocks.is_rest(g)])
+        rest = [
+            (g, p) for g, p in globs if g.startswith("rest_") and not any(matches(g, c.path, "/") for c in candidates)
+        ]
+        taken = _by_glob(candidates, [item for item in globs if item not in rest])
         if rest:
             taken += _by_glob(blocks.rest(traced.jaxpr, [c for c, _ in taken]), rest)
     mine = {id(c) for c, _ in taken}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from remat_kit._errors import RematWarning
 from remat_kit._policy import Action, Policy, ValueFacts
@@ -319,11 +320,11 @@ def _named_programs(eqn: JaxprEqn, i: int, naming: Naming, place: Place, names: 
 
 
 def reads_output(eqn: JaxprEqn) -> bool:
-    """Whether an equation's derivative rule reads its own result (exp, tanh, sqrt, max, ...).
+    """Whether an equation's derivative rule reads its own results (exp, tanh, sqrt, max, top_k, ...).
 
     Naming the result of such an equation does not keep what its rule reads: the value before the name.
     """
-    if jaxprs.calls(eqn) or len(eqn.outvars) != 1 or not jaxprs.is_inexact(eqn.outvars[0].aval):
+    if jaxprs.calls(eqn) or not any(jaxprs.is_inexact(v.aval) for v in eqn.outvars):
         return False
     try:
         return _jvp_program(eqn)[1]
@@ -332,7 +333,11 @@ def reads_output(eqn: JaxprEqn) -> bool:
 
 
 def _jvp_program(eqn: JaxprEqn) -> tuple[Any, bool, int]:
-    """The jvp of one equation as a program, whether its tangent reads the result, and where it is made."""
+    """The jvp of one equation as a program of results and their tangents (of those that have one).
+
+    Returns:
+      It, whether a tangent reads a result, and which of its equations makes the results.
+    """
     avals = [v.aval for v in eqn.invars]
     diff = [jaxprs.is_inexact(a) for a in avals]
     if not any(diff):
@@ -340,23 +345,24 @@ def _jvp_program(eqn: JaxprEqn) -> tuple[Any, bool, int]:
 
     def jvp(*xs: Any) -> list[Any]:
         primals, tangents = xs[: len(avals)], xs[len(avals) :]
-        it = iter(tangents)
         given = [p for p, d in zip(primals, diff, strict=True) if d]
 
         def fun(*ys: Any) -> Any:
             y = iter(ys)
-            return jaxprs.bind(eqn, [next(y) if d else p for p, d in zip(primals, diff, strict=True)])[0]
+            return jaxprs.bind(eqn, [next(y) if d else p for p, d in zip(primals, diff, strict=True)])
 
-        return list(jax.jvp(fun, tuple(given), tuple(it)))
+        out, moved = jax.jvp(fun, tuple(given), tuple(tangents))
+        return [*out, *(t for t, v in zip(moved, eqn.outvars, strict=True) if jaxprs.is_inexact(v.aval))]
 
     tangent_avals = [a for a, d in zip(avals, diff, strict=True) if d]
     program = jaxprs.trace(jvp, [*avals, *tangent_avals])
     owner = jaxprs.opened(program)
-    result, tangent = owner.outvars
-    made = next((i for i, e in enumerate(owner.eqns) if result in e.outvars), -1)
+    n = len(eqn.outvars)
+    results, tangents = owner.outvars[:n], owner.outvars[n:]
+    made = next((i for i, e in enumerate(owner.eqns) if list(e.outvars) == list(results)), -1)
     if made < 0 or owner.eqns[made].primitive is not eqn.primitive:
         return program, False, -1
-    return program, _depends(owner, tangent, result), made
+    return program, any(_depends(owner, t, r) for t in tangents for r in results), made
 
 
 def _depends(owner: Any, var: Any, on: Any) -> bool:
@@ -373,33 +379,39 @@ def _depends(owner: Any, var: Any, on: Any) -> bool:
 
 
 def _attach(eqn: JaxprEqn, results: list[Any], operands: list[Any]) -> list[Any]:
-    """Gives a named result back its derivative, by a rule that reads the named value instead of its own.
+    """Gives named results back their derivative, by a rule that reads the named values instead of its own.
 
-    The primal is the named value; the tangent is that of the original equation at the same operands, with
-    the equation's own result replaced by the named one, so that keeping it is enough.
+    The primals are the named values; the tangents are those of the original equation at the same operands, with the
+    equation's own results replaced by the named ones, so that keeping these is enough.
     """
     program, _, made = _jvp_program(eqn)
     owner = jaxprs.opened(program)
     diff = [jaxprs.is_inexact(v.aval) for v in eqn.invars]
+    n = len(results)
 
     @jax.custom_jvp
-    def attached(value: Any, *xs: Any) -> Any:
-        return value
+    def attached(values: list[Any], *xs: Any) -> list[Any]:
+        return values
 
     @attached.defjvp
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        value, *xs = primals
+        values, *xs = primals
         given = [t for t, d in zip(tangents[1:], diff, strict=True) if d]
         env = dict(zip(jaxprs.inputs(program), [*jaxprs.constants(program), *xs, *given], strict=True))
-        env[owner.eqns[made].outvars[0]] = value
+        env.update(zip(owner.eqns[made].outvars, values, strict=True))
         for i, e in enumerate(owner.eqns):
             if i != made:
                 ins = [v.val if isinstance(v, Literal) else env[v] for v in e.invars]
                 env.update(zip(e.outvars, jaxprs.bind(e, ins), strict=True))
-        tangent = owner.outvars[1]
-        return value, tangent.val if isinstance(tangent, Literal) else env[tangent]
+        moved = iter([v.val if isinstance(v, Literal) else env[v] for v in owner.outvars[n:]])
+        return values, [next(moved) if jaxprs.is_inexact(v.aval) else _no_tangent(v.aval) for v in eqn.outvars]
 
-    return [attached(results[0], *operands)]
+    return attached(results, *operands)
+
+
+def _no_tangent(aval: Any) -> Any:
+    """The tangent of an integer, as JAX wants it."""
+    return np.zeros(aval.shape, jax.dtypes.float0)
 
 
 def _where(eqn: JaxprEqn) -> str:

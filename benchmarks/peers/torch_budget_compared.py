@@ -91,10 +91,7 @@ def price(graph: Graph, how: str) -> None:
 def problem(layers: int, how: str) -> tuple[Problem, float]:
     """The planner's model of a stack, and how long making it took once it was traced."""
     fn, args = stack(layers)
-    session = Session.open(
-        fn, args, {}, target=None, actions=("save", "recompute"), minimize="time", names_only=False, split=False,
-        argnums=0, has_aux=False, keep_barriers=False, compiler_options=None, timeout=1.0, progress=None,
-    )  # fmt: skip
+    session = Session.open(fn, args, {}, target=None, actions=("save", "recompute"))
     old = session.problem
     for graph in {id(s.graph): s.graph for s in old.stages if s.graph is not None}.values():
         price(graph, how)

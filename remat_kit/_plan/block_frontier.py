@@ -25,7 +25,7 @@ class BlockFrontier:
         self._asked: set[int] = set()
         self._points: list[Point] | None = None
         self.plain = without_remat(graph)
-        self._all = [self.plain, choose(graph, ())]
+        self._all = [self.plain] if graph.decisions and save else [self.plain, choose(graph, ())]
         least = self._solver.least()
         self._add(least, least.kept_bytes)
 

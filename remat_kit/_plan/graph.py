@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from remat_kit import _naming
@@ -113,6 +113,8 @@ class Graph:
       residuals: values that the backward pass reads, inputs of the block included.
       arguments: values that are there anyway (parameters, data, and views of them): free to read again.
       choices: what can be saved or offloaded, in program order.
+      decisions: operations whose results are choices (top-k, argmax, sort), where they are read by their names alone.
+        Made again they could turn out otherwise, as compilers round intermediates differently in each place.
       constant: values that depend on no input.
       loop: whether the block is the body of a scan, whose residuals cross from one loop to another.
       varying: for each value whether it differs from one iteration of the scan to the next whose body the block is.
@@ -128,6 +130,7 @@ class Graph:
     residuals: tuple[int, ...]
     arguments: frozenset[int]
     choices: tuple[Choice, ...]
+    decisions: frozenset[int]
     constant: frozenset[int]
     loop: bool
     varying: tuple[bool, ...]
@@ -276,6 +279,7 @@ class _Builder:
             residuals=tuple(dict.fromkeys(kept.values())),
             arguments=frozenset(free),
             choices=self.choices(facts, loop is not None, count),
+            decisions=self.decisions(count, set(kept.values())),
             constant=_constant(self.ops, self.values, count),
             loop=loop is not None,
             varying=tuple(self.varying),
@@ -287,15 +291,27 @@ class _Builder:
 
     def mark_primal(self, results: Sequence[int]) -> None:
         """Tells the operations that the results need from those that only the derivative needs."""
-        needed: set[int] = set()
-        todo = list(results)
-        while todo:
-            maker = self.values[todo.pop()].maker
-            if maker >= 0 and maker not in needed:
-                needed.add(maker)
-                todo += self.ops[maker].reads
+        needed = self.needed(results)
         for number, op in enumerate(self.ops):
             op.primal = number in needed
+
+    def needed(self, values: Iterable[int]) -> set[int]:
+        """The operations that values depend on."""
+        found: set[int] = set()
+        todo = list(values)
+        while todo:
+            maker = self.values[todo.pop()].maker
+            if maker >= 0 and maker not in found:
+                found.add(maker)
+                todo += self.ops[maker].reads
+        return found
+
+    def decisions(self, forward: int, residuals: set[int]) -> frozenset[int]:
+        """Operations that choose, if only names read their results."""
+        live = self.needed(residuals)
+        other = residuals | {v for n in live if not self.ops[n].label for v in self.ops[n].reads}
+        choosing = (n for n in live if n < forward and self.ops[n].op in _CHOOSING and self.ops[n].primal)
+        return frozenset(n for n in choosing if other.isdisjoint(self.ops[n].writes))
 
     def update_in_place(self) -> None:
         """Lets an update that is the only reader of what it updates write there."""
@@ -487,6 +503,7 @@ def _stacked(ops: Sequence[Op], values: Sequence[Value], forward: int) -> frozen
     return frozenset(found)
 
 
+_CHOOSING = ("top_k", "approx_top_k", "argmax", "argmin", "sort")
 _UPDATES = ("scatter", "dynamic_update_slice")
 _REDUCTIONS = ("reduce_", "argmax", "argmin")
 

@@ -130,7 +130,7 @@ def max_batch(
     def planned(n: int) -> tuple[Measurement, Plan]:
         fun, args, kwargs = _made(make, n)
         session = Session.open(
-            fun, args, kwargs, target=setting.target, actions=actions, minimize=minimize, names_only=False, split=False,
+            fun, args, kwargs, target=setting.target, actions=actions, minimize=minimize,
             argnums=argnums, has_aux=has_aux, keep_barriers=False, compiler_options=compiler_options, timeout=timeout,
             progress=progress,
         )  # fmt: skip

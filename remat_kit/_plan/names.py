@@ -126,6 +126,7 @@ def merge(stages: Iterable[Stage]) -> Graph:
         residuals=tuple(residuals),
         arguments=frozenset(arguments),
         choices=tuple(choices.values()),
+        decisions=frozenset(),
         constant=frozenset(),
         loop=False,
         varying=(True,) * len(values),

@@ -77,6 +77,8 @@ class Solver:
         for number in range(n):
             for v in dict.fromkeys(ops[number].reads):
                 at_least(v, 0.0, number)
+        self.most = np.ones(self.size)  # decisions are not made again
+        self.most[sorted(graph.decisions if save else ())] = 0.0
         self.need = LinearConstraint(
             csr_array(coo_array((data, (rows, cols)), shape=(len(low), self.size))), np.array(low), np.inf
         )
@@ -139,7 +141,7 @@ class Solver:
             return milp(
                 objective,
                 integrality=integral,
-                bounds=Bounds(0.0, 1.0),
+                bounds=Bounds(np.zeros(self.size), self.most),
                 constraints=[self.need, *limits],
                 options={"mip_rel_gap": _GAP, "node_limit": _NODES},
             )
