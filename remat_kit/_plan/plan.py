@@ -111,9 +111,9 @@ class Measured:
     """
 
     peak_bytes: int
-    temp_bytes: int
-    argument_bytes: int
-    output_bytes: int
+    temp_bytes: int | None
+    argument_bytes: int | None
+    output_bytes: int | None
     host_bytes: int
     flops: int
     seconds: float | None

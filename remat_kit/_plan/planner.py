@@ -295,5 +295,11 @@ def _refuses_offload(block: Any) -> bool:
 
 def _measured(m: Measurement) -> Measured:
     return Measured(
-        m.peak_bytes, m.temp_bytes, m.argument_bytes, m.output_bytes, m.host_bytes, m.flops, m.roofline_seconds
+        peak_bytes=m.peak_bytes,
+        temp_bytes=m.temp_bytes,
+        argument_bytes=m.argument_bytes,
+        output_bytes=m.output_bytes,
+        host_bytes=m.host_bytes or 0,
+        flops=m.flops,
+        seconds=m.roofline_seconds,
     )

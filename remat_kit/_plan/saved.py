@@ -108,7 +108,7 @@ def _value(kind: Any, data: Any, what: str) -> Any:
             return Policy.from_dict(data)
         except RematError as error:
             raise RematError(f"{what}: {error}") from None
-    if dataclasses.is_dataclass(kind):
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _record(kind, data, what)
     number = isinstance(data, (int, float)) and not isinstance(data, bool)
     if kind is float and number and math.isfinite(data) and data >= 0:

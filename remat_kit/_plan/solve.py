@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -67,21 +68,23 @@ class Solver:
                 return
             row = len(low)
             low.append(bound)
-            for t in terms:
-                rows.append(row), cols.append(t), data.append(1.0)
-            if less is not None:
-                rows.append(row), cols.append(less), data.append(-1.0)
+            entries = [(t, 1.0) for t in terms] + ([(less, -1.0)] if less is not None else [])
+            for at, factor in entries:
+                rows.append(row)
+                cols.append(at)
+                data.append(factor)
 
         for v in graph.residuals:
             at_least(v, 1.0, None)
         for number in range(n):
             for v in dict.fromkeys(ops[number].reads):
                 at_least(v, 0.0, number)
-        self.most = np.ones(self.size)  # decisions are not made again
-        self.most[sorted(graph.decisions if save else ())] = 0.0
-        self.need = LinearConstraint(
-            csr_array(coo_array((data, (rows, cols)), shape=(len(low), self.size))), np.array(low), np.inf
-        )
+        most = np.ones(self.size)  # decisions are not made again
+        most[sorted(graph.decisions if save else ())] = 0.0
+        self.most: Any = most
+        matrix: Any = csr_array(coo_array((data, (rows, cols)), shape=(len(low), self.size)))
+        least: Any = np.array(low)  # SciPy's stubs know only one bound for all rows
+        self.need = LinearConstraint(matrix, least, np.inf)
         self.kept = np.zeros(self.size)
         for k, v in enumerate(self.inputs):
             self.kept[n + k] = values[v].kept_bytes
@@ -133,7 +136,7 @@ class Solver:
         found = self._point(result.x)
         return self.solve(found.kept_bytes) or found
 
-    def _milp(self, objective: np.ndarray, limits: list[LinearConstraint]):
+    def _milp(self, objective: np.ndarray, limits: list[LinearConstraint]) -> Any:
         integral = np.ones(self.size)
         integral[self.first :] = 1
         with warnings.catch_warnings():
@@ -141,7 +144,7 @@ class Solver:
             return milp(
                 objective,
                 integrality=integral,
-                bounds=Bounds(np.zeros(self.size), self.most),
+                bounds=Bounds(0.0, self.most),
                 constraints=[self.need, *limits],
                 options={"mip_rel_gap": _GAP, "node_limit": _NODES},
             )

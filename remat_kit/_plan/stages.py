@@ -12,8 +12,9 @@ from typing import Any
 from remat_kit import _rewrite
 from remat_kit._errors import RematError
 from remat_kit._loss import Loss
-from remat_kit._plan import flow, graph
+from remat_kit._plan import flow
 from remat_kit._plan.graph import Graph
+from remat_kit._plan.opening import NotDifferentiated, build
 from remat_kit._plan.rates import Rates
 from remat_kit._trace import blocks, default, jaxprs, marks, survey
 from remat_kit._trace.blocks import Candidate
@@ -150,6 +151,6 @@ class _Opener:
         except RematError as error:
             return None, str(error)
         try:
-            return graph.build(program, active, arguments, self.rates, loop=loop, by_name=self.by_name), ""
-        except graph.NotDifferentiated:
+            return build(program, active, arguments, self.rates, loop=loop, by_name=self.by_name), ""
+        except NotDifferentiated:
             return None, "it carries no derivative"

@@ -201,6 +201,6 @@ def _is_alias(eqn: JaxprEqn, op: str) -> bool:
         return size(eqn.invars[0]) == size(eqn.outvars[0])
     if op == "reduce_precision":
         # To its own precision, as `jax.checkpoint` marks what it saves: the same numbers.
-        own = jnp.finfo(eqn.outvars[0].aval.dtype)
+        own = jnp.finfo(dtype(eqn.outvars[0]))
         return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (own.nexp, own.nmant)
     return op == "convert_element_type" and dtype(eqn.invars[0]) == dtype(eqn.outvars[0])
