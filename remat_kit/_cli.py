@@ -182,6 +182,7 @@ def _plan_options(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--minimize", choices=("time", "flops"), default="time", help="the roofline's time, or FLOPs")
     p.add_argument("--compiles", type=_count, default=4, metavar="N", help="programs to compile at the most (4)")
+    p.add_argument("--split", action="store_true", help="run scans in two parts where that fills the budget better")
     p.add_argument("--names-only", action="store_true", help="choose among the program's own checkpoint names")
     p.add_argument("--keep-barriers", action="store_true", help="CPU of JAX 0.10.2: keep recomputation apart")
     p.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="end a compiler that takes longer")
@@ -309,6 +310,7 @@ def _planned(args: argparse.Namespace, verb: Callable[..., Any], doing: str, **o
             minimize=args.minimize,
             compiles=args.compiles,
             names_only=args.names_only,
+            split=args.split,
             keep_barriers=args.keep_barriers,
             timeout=args.timeout,
             argnums=args.argnums,

@@ -22,7 +22,7 @@ class BlockFrontier:
         self.graph, self.minimize = graph, minimize
         self._solver = Solver(graph, minimize, host_bytes, save=save)
         self._proved: list[tuple[float, float]] = []  # nothing that keeps so few bytes costs less than this
-        self._asked: set[int] = set()
+        self._asked: set[float] = set()
         self._points: list[Point] | None = None
         self.plain = without_remat(graph)
         self._all = [self.plain] if graph.decisions and save else [self.plain, choose(graph, ())]
@@ -43,7 +43,7 @@ class BlockFrontier:
                 heapq.heappush(heap, (-gain, next(count), low, high))
 
         least = min(self._all, key=lambda p: (p.kept_bytes, p.cost(self.minimize)))
-        free = self.at(float(max(p.kept_bytes for p in self._all)))
+        free = self.at(float("inf"))
         if free is not None:
             push(least, free)
         for _ in range(most):
@@ -57,9 +57,9 @@ class BlockFrontier:
 
     def at(self, kept_bytes: float) -> Point | None:
         """Solves the block for a number of bytes; None if it cannot do with so few."""
-        if int(kept_bytes) in self._asked:
+        if kept_bytes in self._asked:
             return None
-        self._asked.add(int(kept_bytes))
+        self._asked.add(kept_bytes)
         point = self._solver.solve(kept_bytes)
         if point is not None:
             self._add(point, kept_bytes)
@@ -92,6 +92,10 @@ class BlockFrontier:
     def _objectives(self, p: Point) -> tuple[float, ...]:
         return p.kept_bytes, p.working_bytes, p.host_bytes, p.cost(self.minimize)
 
-    def bound(self, kept_bytes: int) -> float:
-        """What nothing that keeps at most so many bytes costs less than, as far as was proved."""
-        return max((b for n, b in self._proved if n >= kept_bytes), default=0.0)
+    def bounds(self) -> list[tuple[float, float]]:
+        """What was proved: pairs of bytes and cost, so that what keeps more than these bytes, and no more than those of
+        the next pair, costs no less. The last holds from its bytes on.
+        """
+        levels = sorted({n: max(b for m, b in self._proved if m >= n) for n, _ in self._proved}.items())
+        floor = [float(min(p.kept_bytes for p in self._all)), *(n for n, _ in levels[:-1])]
+        return [(low, b) for low, (_, b) in zip(floor, levels, strict=True)]

@@ -134,6 +134,10 @@ def search(
                 return rival
         return None
 
+    def smallest_rival() -> Selection | None:
+        left = [r for r in rivals if r.key not in done and r.peak < max(t.selection.peak for t in trials)]
+        return min(left, key=lambda r: r.peak, default=None)
+
     def next_one() -> Selection | None:
         missed = sum(t.peak > budget for t in trials[len(known) :])
         # After a miss a little less is aimed at.
@@ -156,7 +160,7 @@ def search(
         if found is None or found.key in done:
             found = next_one()
         if found is None:
-            found = next_rival()
+            found = next_rival() if best() is not None else smallest_rival()
         if found is None:
             break
         trial = compile_next(found)

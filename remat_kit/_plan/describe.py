@@ -10,7 +10,7 @@ from remat_kit._plan.point import Point
 from remat_kit._plan.problem import Problem, Selection
 from remat_kit._plan.treatment import Treatment
 from remat_kit._policy import Action, Policy, Rule, Selector
-from remat_kit._trace.blocks import part_path
+from remat_kit._trace.blocks import is_rest, part_path
 
 _VALUES = 24  # told of one block
 
@@ -56,6 +56,8 @@ def blocks(problem: Problem, selection: Selection) -> tuple[PlannedBlock, ...]:
     out = []
     for stage, t in zip(problem.stages, selection.treatments, strict=True):
         first = 0
+        if problem.by_name and is_rest(stage.block.path):
+            continue
         for n, p in t.parts if t is not None else ((stage.trips, None),):
             runs = n * stage.around
             part = Treatment(((n, p),)) if p is not None else None
@@ -83,6 +85,11 @@ def blocks(problem: Problem, selection: Selection) -> tuple[PlannedBlock, ...]:
             )
             first += n
     return tuple(out)
+
+
+def notes(problem: Problem) -> list[str]:
+    """Which blocks are left as they are, and why."""
+    return [f"{s.block.path} is left without remat: {s.note}" for s in problem.stages if s.note and s.graph is None]
 
 
 def policy(p: Point | None, by_name: bool = False) -> Policy:

@@ -25,9 +25,8 @@ class NamesProblem(Problem):
     by_name = True
 
     def __init__(self, program: Stages, rates: Rates, minimize: str, actions: frozenset[str]) -> None:
-        planned = tuple(s for s in program.stages if not is_rest(s.block.path))
-        super().__init__(dataclasses.replace(program, stages=planned), rates, minimize, actions, points=0)
-        self.planned = [s for s in planned if s.graph is not None]
+        super().__init__(program, rates, minimize, actions, points=0)
+        self.planned = [s for s in program.stages if s.graph is not None and not is_rest(s.block.path)]
         if not any(s.graph.choices for s in self.planned if s.graph is not None):
             raise RematError(
                 "names_only=True chooses among checkpoint names, and the program's blocks have none. Name values with "
@@ -60,7 +59,7 @@ class NamesProblem(Problem):
     def of(self, saved: Iterable[str], offloaded: Iterable[str] = ()) -> Selection:
         """The selection of names that are saved and offloaded in all blocks."""
         saved, offloaded = tuple(saved), tuple(offloaded)
-        return self.evaluate(lambda stage, graph: choose(graph, saved, offloaded))
+        return self.evaluate(lambda s, graph: None if is_rest(s.block.path) else choose(graph, saved, offloaded))
 
     @property
     def merged_bytes(self) -> int:

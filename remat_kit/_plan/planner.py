@@ -257,12 +257,12 @@ class Session:
             names_only=isinstance(self.problem, NamesProblem),
             predicted=predicted,
             measured=None if m is None else _measured(m),
-            bound=selection.bound,
+            bound=selection.bound or min(selection.cost, self.problem.bound(selection.peak)),
             attempts=tuple(Attempt(t.selection.peak, t.peak, t.selection.cost, t.peak <= budget) for t in attempts),
             rivals=describe.rivals(self.problem, self.line, budget),
             rates=info.rates.source,
             within=peak <= budget,
-            notes=tuple(info.notes),
+            notes=(*info.notes, *describe.notes(self.problem)),
         )
 
 

@@ -173,7 +173,7 @@ class Problem:
             parted = self._solve(peak, split=True)
             if parted is not None and best.cost - parted.cost > self.split * self.whole_cost:
                 best = parted
-        return dataclasses.replace(best, bound=min(best.cost, self.bound(peak)))
+        return dataclasses.replace(best, bound=min(best.cost, self.bound(max(peak, best.peak))))
 
     def least(self) -> Selection:
         """The selection with the smallest predicted peak, and the least cost among those."""
@@ -196,17 +196,20 @@ class Problem:
     def bound(self, peak: float) -> float:
         """What no selection within a predicted peak costs less than, as far as the solver proved it.
 
-        For scans that are not split. Between two points of a block's frontier the next one's bound holds, and the
-        smaller of their working bytes.
+        For scans that are not split, and with the smallest working set that any point of a block has which keeps about
+        as much: the solver does not choose by working sets.
         """
         tables = []
         for s, f in self.active:
-            options = []
-            for k, p in enumerate(f.points):
-                beyond = f.points[k + 1] if k + 1 < len(f.points) else None
-                least = min(p.cost(self.minimize), f.bound(beyond.kept_bytes) if beyond is not None else 0.0)
-                working = p.working_bytes if beyond is None else min(p.working_bytes, beyond.working_bytes)
-                options.append(Option(whole(s, p).kept_bytes(s), working, least * s.trips * s.around))
+            options = [whole(s, f.plain).option(s, self.minimize)]
+            levels = f.bounds()
+            for k, (low, least) in enumerate(levels):
+                high = levels[k + 1][0] if k + 1 < len(levels) else float("inf")
+                below = [p for p in f.points if p.kept_bytes <= low][-1:]
+                near = [p.working_bytes for p in f.points if p in below or low < p.kept_bytes <= high]
+                runs = s.trips * s.around
+                working = min(near, default=min(p.working_bytes for p in f.points))
+                options.append(Option(int(low) * runs, working, least * runs))
             tables.append(options)
         return knapsack.bound(tables, self._room(peak))
 

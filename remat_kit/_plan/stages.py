@@ -32,7 +32,7 @@ class Stage:
       trips: how often it runs for each run of its program: the length of a scan.
       around: how often that program runs.
       slice_bytes: of what a scan takes a slice of in each iteration (stacked parameters, mostly); 0 for all others.
-      note: why it cannot be rematerialized, if so.
+      note: why it cannot be rematerialized, if so; empty too where there is nothing to keep.
     """
 
     block: Candidate
@@ -78,7 +78,8 @@ def stages(loss: Loss, local: Sequence[int], rates: Rates, *, by_name: bool = Fa
     found = tuple(opener.stage(c) for c in chosen)
     gradients = sum(n for n, d in zip(local, loss.differentiated, strict=True) if d)
     results = sum(jaxprs.nbytes(v.aval) for v in jaxprs.opened(jaxpr).outvars)
-    return Stages(found, sum(local), gradients + results, _other_bytes(lin, chosen))
+    opened = [s.block for s in found if s.graph is not None]
+    return Stages(found, sum(local), gradients + results, _other_bytes(lin, opened))
 
 
 def _order(c: Candidate) -> tuple[int, ...]:
@@ -150,7 +151,9 @@ class _Opener:
             _rewrite.check_effects(program)
         except RematError as error:
             return None, str(error)
+        if not jaxprs.replays(program):
+            return None, "recomputing it would repeat effects that JAX does not repeat (io_callback)."
         try:
             return build(program, active, arguments, self.rates, loop=loop, by_name=self.by_name), ""
         except NotDifferentiated:
-            return None, "it carries no derivative"
+            return None, ""
