@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 
 import remat_kit as rk
+from remat_kit import _naming
 from remat_kit._plan.planner import Session
 
 OLD_REMAT3 = bool(jax.config.jax_remat3) and jax.__version_info__ < (0, 11)  # ignores offloading
@@ -282,7 +283,7 @@ def test_a_changed_program_is_refused_unless_asked(tmp_path):
             jax.eval_shape(rk.apply(vit, p), *args)
 
 
-# A block more lies in what was the rest between blocks, or behind them.
+# A block more lies in what was the rest behind the blocks; with strict=False it must be noticed all the same.
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("layers", [1, 3])
 def test_another_number_of_blocks_is_refused(strict, layers):
@@ -500,7 +501,7 @@ def clipped(x):
     return jnp.clip(x, -1, 1)
 
 
-clipped.defvjp(lambda x: (clipped(x), jnp.abs(x) <= 1), lambda inside, g: (jnp.where(inside, g, 0.1 * g),))
+clipped.defvjp(lambda x: (jnp.clip(x, -1, 1), jnp.abs(x) <= 1), lambda inside, g: (jnp.where(inside, g, 0.1 * g),))
 
 
 def custom(ws, x):
@@ -596,6 +597,31 @@ def test_segments_of_a_program_without_blocks():
     assert low < rk.plan(fn, *args, budget="1GiB", target=None).peak_bytes
 
 
+@jax.custom_vjp
+def gate(x):
+    return jnp.sin(x) * x
+
+
+gate.defvjp(lambda x: (gate(x), x), lambda x, g: (g * jnp.cos(x),))
+
+
+# Rules that call their own function are common; each call was once followed into the rule until Python's stack ended.
+def test_forward_rules_that_call_their_own_function(monkeypatch):
+    fn = lambda w, x: jnp.sum(jnp.tanh(gate(x @ w)) @ w)  # noqa: E731
+    depth = 0
+    visit = _naming._visit
+
+    def counted(*args):
+        nonlocal depth
+        depth += 1
+        yield from visit(*args)
+
+    monkeypatch.setattr(_naming, "_visit", counted)
+    p = rk.plan(fn, WS[0], X, budget=1, target=None)
+    assert depth < 100
+    assert_same(gradients(fn, (WS[0], X)), gradients(rk.apply(fn, p), (WS[0], X)))
+
+
 def test_nothing_to_keep():
     for fn in (lambda x: jnp.sum(x), lambda x: jnp.sum(x * 2.0), lambda x: x):
         p = rk.plan(fn, jnp.float32(3.0), budget="1MiB", target=None)
@@ -604,6 +630,7 @@ def test_nothing_to_keep():
         p.explain()
 
 
+# The search for the smallest peak did not end below 1024 bytes.
 def test_programs_of_less_than_a_kibibyte():
     p = rk.plan(chain, [jnp.ones((4, 4))] * 6, jnp.ones((2, 4)), budget=1, target=None)
     assert not p.within and p.peak_bytes > 0

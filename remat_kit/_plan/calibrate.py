@@ -154,8 +154,9 @@ def search(
 
     while spent < compiles:
         last = compiles > 1 and spent == compiles - 1
-        found = least() if last and best() is None else None
-        if last and found is None:
+        better = best()
+        found = least() if last and better is None else None
+        if last and better is not None and better.peak >= budget * (1 - _FAR):
             found = next_rival()
         if found is None or found.key in done:
             found = next_one()
@@ -173,6 +174,7 @@ def search(
 
 
 _LUCK = 0.15  # compilers lay out some programs better than others, so presets a little too large are tried too
+_FAR = 0.03  # with more than this left over, the next plan is worth more than a preset
 _CLOSE = 0.004  # so little below the budget is close enough
 _MARGINS = (0.0, 0.004, 0.012, 0.03)
 _STEP = 0.004
