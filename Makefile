@@ -13,12 +13,12 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check
 sources := $(shell find remat_kit -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: help demo test lint docs wheel-check clean
+.PHONY: help demo test lint docs bench wheel-check clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
-	@echo "others: lint docs wheel-check clean"
+	@echo "others: lint docs bench wheel-check clean"
 
 demo: $(VENV)/.installed
 	$(bin)/remat-kit demo
@@ -32,6 +32,13 @@ lint: $(VENV)/.dev
 
 docs: $(VENV)/.docs
 	$(bin)/python -m mkdocs build --strict
+
+# Plans against presets, hours with all programs: BENCH_ARGS="--programs gpt --targets cpu" for a part of it.
+BENCH_ARGS ?=
+bench: $(VENV)/.test $(addprefix $(VENV)/.,$(WITH))
+	$(bin)/python benchmarks/plan_speed.py
+	$(bin)/python benchmarks/plan_speed.py --step
+	$(bin)/python benchmarks/plans.py $(BENCH_ARGS)
 
 wheel-check: $(VENV)/.made
 	.ci/wheel-check $(bin)/python

@@ -127,11 +127,11 @@ def search(
 
     def next_rival() -> Selection | None:
         better, now = best(), line.through(trials)
-        for rival in rivals:
-            if better is not None and rival.cost * (1 - doubt) >= better.selection.cost:
-                return None
-            if rival.key not in done and now.compiled(rival.peak) <= budget * (1 + _LUCK):
-                return rival
+        worth = [r for r in rivals if better is None or r.cost * (1 - doubt) < better.selection.cost]
+        for room in (budget * (1 + _CLOSE), budget * (1 + _LUCK)):
+            for rival in worth:
+                if rival.key not in done and now.compiled(rival.peak) <= room:
+                    return rival
         return None
 
     def smallest_rival() -> Selection | None:
