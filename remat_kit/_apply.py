@@ -41,6 +41,13 @@ class BlockForm:
         inputs = tuple(v.aval.str_short() for v in jaxprs.opened(program).invars)
         return cls(inputs, survey.digest(program))
 
+    def difference(self, now: BlockForm) -> str:
+        """What differs in another one, in words."""
+        if len(now.inputs) != len(self.inputs):
+            return f"it has {len(now.inputs)} inputs, and had {len(self.inputs)}"
+        pairs = zip(self.inputs, now.inputs, strict=True)
+        return next((f"an input is {b}, and was {a}" for a, b in pairs if a != b), "it computes something else")
+
 
 class Planned(abc.ABC):
     """Policies that were chosen for the blocks of one program."""
@@ -60,31 +67,32 @@ class Planned(abc.ABC):
     def forms(self) -> Mapping[str, BlockForm]:
         """The form of each block that it was made for, by path."""
 
-    def check(self, chosen: Sequence[tuple[Candidate, Policy]]) -> None:
+    def check(self, chosen: Sequence[tuple[Candidate, Policy]], candidates: Sequence[Candidate]) -> None:
         """Compares a program's blocks with those that this was made for.
+
+        Args:
+          chosen: the blocks that it comes to.
+          candidates: all that the program has.
 
         Raises:
           RematError: where they are others; if `strict` also where one of them computes something else.
         """
         forms, found = self.forms(), {c.path: c for c, _ in chosen}
         lost, new = [p for p in forms if p not in found], [p for p in found if p not in forms]
+        now = {p: BlockForm.of(found[p]) for p in forms if p in found}
+        changed = [p for p in now if now[p] != forms[p]]
+        if changed and not lost:  # a program of other sizes, or with more layers
+            new += [c.path for c in blocks.alike([c for c, _ in chosen], candidates)]
         if lost or new:
             said = [f"it lacks {', '.join(lost[:5])}"] * bool(lost) + [f"it has {', '.join(new[:5])} besides"] * bool(
                 new
             )
             raise RematError(f"{self.title}: the program has other blocks than it was made for: {' and '.join(said)}.")
-        for path, form in forms.items() if self.strict else ():
-            now = BlockForm.of(found[path])
-            if now == form:
-                continue
-            pairs = zip(form.inputs, now.inputs, strict=False)
-            differ = next((f"an input is {b}, and was {a}" for a, b in pairs if a != b), "")
-            if not differ:
-                more = f"{len(now.inputs)} inputs, and had {len(form.inputs)}"
-                differ = f"it has {more}" if len(now.inputs) != len(form.inputs) else "it computes something else"
+        if changed and self.strict:
             raise RematError(
-                f"{self.title}: block {path!r} is not the one that it was made for: {differ}. Plan again; or, to use "
-                "it where the blocks are the same but for sizes, load it with strict=False."
+                f"{self.title}: block {changed[0]!r} is not the one that it was made for: "
+                f"{forms[changed[0]].difference(now[changed[0]])}. Plan again; or, to use it where the blocks are the "
+                "same but for sizes, load it with strict=False."
             )
 
 
@@ -238,7 +246,7 @@ def rewritten(traced: tracing.Traced, rules: Rules, *, in_loop: bool = False) ->
     check_names(traced.jaxpr, [p for _, p in rules.items])
     chosen = select(traced, rules)
     if rules.plan is not None:
-        rules.plan.check(chosen.blocks)
+        rules.plan.check(chosen.blocks, blocks.find(traced.jaxpr))
     # A loss may hold a gradient (a penalty on it, say); a step returns what it makes of one.
     returns_arrays = any(jaxprs.is_inexact(v.aval) and v.aval.shape for v in jaxprs.opened(traced.jaxpr).outvars)
     if returns_arrays and any(survey.contains_gradient(c.owner.eqns[i] for i in c.eqns) for c, _ in chosen.blocks):

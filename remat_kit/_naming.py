@@ -234,9 +234,11 @@ def _visit(jaxpr: Any, place: Place, outer: Any, known: Labels) -> Iterator[tupl
                 yield (*place.position, i), index, f
         for number, call in enumerate(jaxprs.calls(eqn)):
             if _reaches(call):
-                yield from _visit(call.jaxpr, place.into(eqn, i, number, call.trips), _outer(call, eqn, names), known)
-        if jaxprs.is_custom_vjp(eqn) and not jaxprs.remat3() and (rule := jaxprs.forward_rule(eqn)) is not None:
-            yield from _visit(jaxprs.close(rule), place.into(eqn, i), None, known)
+                inside = place.into(eqn, i, number, call.trips)
+                yield from _visit(call.jaxpr, inside, _outer(call, eqn, names), known, in_rule)
+        asks = jaxprs.is_custom_vjp(eqn) and not jaxprs.remat3() and not in_rule
+        if asks and (rule := jaxprs.forward_rule(eqn)) is not None:
+            yield from _visit(jaxprs.close(rule), place.into(eqn, i), None, known, True)
 
 
 def _reaches(call: jaxprs.Call) -> bool:

@@ -52,7 +52,7 @@ def least_peak(stages: Sequence[Sequence[Option]]) -> int:
     Within a peak, the option with the fewest kept bytes leaves most to the stages behind it, so one pass tells.
     """
     low, high = 0, peak_of([max(s, key=lambda o: o.kept + o.working) for s in stages])
-    while high - low > high >> 10:
+    while high - low > max(1, high >> 10):
         middle = (low + high) // 2
         kept: int | None = 0
         for options in stages:

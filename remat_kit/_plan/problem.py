@@ -132,6 +132,10 @@ class Problem:
         for name, preset in presets.items():
             if preset.native is not None or (Action.OFFLOAD in preset.actions and not self.offloads):
                 continue
+            if self.by_name and any(set(r.selector.criteria()) != {"name"} for r in preset.rules):
+                continue  # it saves values that no name stands for
+            if self.by_name and preset.remat and preset.rest is not Action.RECOMPUTE:
+                continue
             selection = self.without_remat()
             if preset.remat:
                 selection = self.by_facts(lambda f, p=preset: p.action(f), lambda s: not is_rest(s.block.path))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -13,7 +13,8 @@ from typing import Any
 
 from remat_kit._errors import RematError
 from remat_kit._plan.plan import SCHEMA, VERSION, Plan
-from remat_kit._policy import Policy
+from remat_kit._policy import Action, Policy
+from remat_kit._trace.blocks import KINDS
 
 _MOST_BYTES = 64 * 2**20
 
@@ -43,7 +44,15 @@ def from_dict(data: Any, *, strict: bool = True) -> Plan:
     if not isinstance(strict, bool):
         raise RematError(f"strict is True or False, got {strict!r}.")
     rest = {k: v for k, v in data.items() if k not in ("schema", "version")}
-    return _record(Plan, {**rest, "strict": strict}, "the plan")
+    plan = _record(Plan, {**rest, "strict": strict}, "the plan")
+    words = {"minimize": ((plan.minimize,), ("time", "flops")), "actions": (plan.actions, tuple(Action))}
+    words["kind"] = (tuple(b.kind for b in plan.blocks), KINDS)
+    words["action"] = (tuple(v.action for b in plan.blocks for v in b.values), tuple(Action))
+    for key, (given, known) in words.items():
+        for word in given:
+            if word not in known:
+                raise RematError(f"the plan: {key} is one of {', '.join(known)}, got {_shown(word)}.")
+    return plan
 
 
 def write(plan: Plan, path: Any) -> None:
@@ -111,7 +120,7 @@ def _value(kind: Any, data: Any, what: str) -> Any:
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _record(kind, data, what)
     number = isinstance(data, (int, float)) and not isinstance(data, bool)
-    if kind is float and number and math.isfinite(data) and data >= 0:
+    if kind is float and number and 0 <= data <= sys.float_info.max:
         return float(data)
     if kind is int and number and isinstance(data, int) and 0 <= data < 2**63:
         return data

@@ -95,7 +95,7 @@ def _other_bytes(lin: Linearized, chosen: Sequence[Candidate]) -> int:
             inside.add(id(eqn))
             for call in jaxprs.calls(eqn):
                 inside.update(id(e) for program in survey.programs(call.jaxpr) for e in program.eqns)
-    return sum(n for chain, n in default.kept(lin) if id(chain[-1]) not in inside)
+    return sum(n for chain, n in default.kept(lin) if not chain or id(chain[-1]) not in inside)
 
 
 class _Opener:

@@ -16,6 +16,7 @@ from typing import Any
 from remat_kit._trace import cost, jaxprs, marks
 from remat_kit._trace.jaxprs import CallKind, JaxprEqn, Var
 
+KINDS = ("module", "scan", "checkpoint", "segment", "whole")
 Site = tuple[tuple[int, tuple[str, int | None]], ...]
 
 
@@ -280,6 +281,17 @@ def _repeated(siblings: Sequence[Candidate]) -> list[Candidate]:
     groups += [g for g in by_form.values() if len(g) > (1 if g[0].kind == "checkpoint" else 2)]
     repeated = {id(c) for g in groups for c in g}
     return [c for c in siblings if id(c) in repeated]
+
+
+def alike(chosen: Sequence[Candidate], candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates that were not chosen and bear the paths of chosen ones but for numbers."""
+
+    def key(c: Candidate) -> tuple[Any, ...]:
+        return c.site, c.kind, _pattern(c.path)
+
+    taken = {c.path for c in chosen}
+    patterns = {key(c) for c in chosen if c.span is None}
+    return [c for c in candidates if c.path not in taken and key(c) in patterns]
 
 
 def _pattern(path: str) -> str:
