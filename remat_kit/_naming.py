@@ -223,8 +223,14 @@ def values(jaxpr: Any, place: Place = TOP, known: Labels | None = None) -> Itera
     return (value for _, _, value in _visit(jaxpr, place, None, known or {}))
 
 
-def _visit(jaxpr: Any, place: Place, outer: Any, known: Labels) -> Iterator[tuple[tuple[int, ...], int, ValueFacts]]:
-    """Each value that a policy is asked about, with the position of its equation and its number among the outputs."""
+def _visit(
+    jaxpr: Any, place: Place, outer: Any, known: Labels, in_rule: bool = False
+) -> Iterator[tuple[tuple[int, ...], int, ValueFacts]]:
+    """Each value that a policy is asked about, with the position of its equation and its number among the outputs.
+
+    Args:
+      in_rule: whether the program is part of a forward rule, in which other forward rules (or itself) do not run.
+    """
     owner = jaxprs.opened(jaxpr)
     names = names_of(owner, outer if outer is not None else [()] * len(owner.outvars))
     made = {v for e in owner.eqns for v in e.outvars if jaxprs.name_of(e) is None}
