@@ -6,8 +6,12 @@ import heapq
 import itertools
 
 from remat_kit._plan.graph import Graph
+from remat_kit._plan.memory import working_bytes
 from remat_kit._plan.point import Point, choose, without_remat
 from remat_kit._plan.solve import Solver
+
+_FLIPPED = 12
+_EXPLORED = 200
 
 
 class BlockFrontier:
@@ -16,15 +20,17 @@ class BlockFrontier:
     Attributes:
       graph: the block.
       plain: the block without remat.
+      floor: working bytes that no choice does without: those of the backward pass with everything kept.
     """
 
     def __init__(self, graph: Graph, minimize: str, host_bytes: float = 0.0, *, save: bool = True) -> None:
-        self.graph, self.minimize = graph, minimize
+        self.graph, self.minimize, self.save = graph, minimize, save
         self._solver = Solver(graph, minimize, host_bytes, save=save)
         self._proved: list[tuple[float, float]] = []  # nothing that keeps so few bytes costs less than this
         self._asked: set[float] = set()
         self._points: list[Point] | None = None
         self.plain = without_remat(graph)
+        self.floor = working_bytes(graph, (), frozenset(graph.values[v].root for v in graph.residuals))
         self._all = [self.plain] if graph.decisions and save else [self.plain, choose(graph, ())]
         least = self._solver.least()
         self._add(least, least.kept_bytes)
@@ -54,6 +60,7 @@ class BlockFrontier:
             if middle is not None and middle.kept_bytes > low.kept_bytes:
                 push(low, middle)
                 push(middle, high)
+        self.explore()
 
     def at(self, kept_bytes: float) -> Point | None:
         """Solves the block for a number of bytes; None if it cannot do with so few."""
@@ -64,6 +71,32 @@ class BlockFrontier:
         if point is not None:
             self._add(point, kept_bytes)
         return point
+
+    def explore(self) -> None:
+        """Adds points that save one of the largest values more or less than the frontier's, and again from these.
+
+        The solver does not see working sets, which differ between choices that keep as much.
+        """
+        graph = self.graph
+        pinned = {v for o in graph.decisions for v in graph.ops[o].writes}
+        large = sorted(graph.choices, key=lambda c: -c.bytes)[:_FLIPPED] if self.save else []
+        large = [c for c in large if not any(v in pinned for o in c.ops for v in graph.ops[o].reads)]
+        seen: set[tuple[tuple[str, ...], tuple[str, ...]]] = {(p.saved, p.offloaded) for p in self._all if p.remat}
+        allowance = _EXPLORED
+        todo = [p for p in self.points if p.remat]
+        while todo and allowance > 0:
+            point = todo.pop(0)
+            if point not in self.points:
+                continue
+            for c in large if point.remat else ():
+                if c.label in point.offloaded:
+                    continue
+                found = choose(graph, set(point.saved) ^ {c.label}, point.offloaded)
+                allowance -= 1
+                if (found.saved, found.offloaded) not in seen:
+                    seen.add((found.saved, found.offloaded))
+                    self._add(found, None)
+                    todo.append(found)
 
     def add(self, point: Point) -> None:
         """Adds a point that was not solved for."""

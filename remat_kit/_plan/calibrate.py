@@ -135,7 +135,8 @@ def search(
         return None
 
     def smallest_rival() -> Selection | None:
-        left = [r for r in rivals if r.key not in done and r.peak < max(t.selection.peak for t in trials)]
+        now, room = line.through(trials), min(t.peak for t in trials) * (1 + _LUCK)
+        left = [r for r in rivals if r.key not in done and now.compiled(r.peak) <= room]
         return min(left, key=lambda r: r.peak, default=None)
 
     def next_one() -> Selection | None:

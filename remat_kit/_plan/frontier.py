@@ -48,7 +48,9 @@ class Frontier:
     def within(self, budget: int | str) -> Plan | None:
         """The cheapest plan within a budget of bytes; None if there is none."""
         allowed = budget_bytes(budget, None)
-        fitting = [p for p in self.plans if allowed is not None and p.peak_bytes <= allowed]
+        if allowed is None:
+            raise RematError("within takes a budget in bytes, such as '14GiB'.")
+        fitting = [p for p in self.plans if p.peak_bytes <= allowed]
         return fitting[-1] if fitting else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -133,12 +135,13 @@ def frontier(
     """
     if not isinstance(points, int) or isinstance(points, bool) or not 1 <= points <= _MOST_POINTS:
         raise RematError(f"points is a number of budgets from 1 to {_MOST_POINTS}, got {points!r}.")
+    wanted = count_of(compiles)
     session = Session.open(
         fun, args, kwargs, target=target, actions=actions, minimize=minimize, names_only=names_only, split=split,
         argnums=argnums, has_aux=has_aux, keep_barriers=keep_barriers, compiler_options=compiler_options,
         timeout=timeout, progress=progress,
     )  # fmt: skip
-    return of_session(session, points, count_of(compiles) if target is not None else 0, progress)
+    return of_session(session, points, wanted if target is not None else 0, progress)
 
 
 _MOST_POINTS = 1000

@@ -43,7 +43,7 @@ def build(
 
     def name(value: ValueFacts) -> str | None:
         label = (value.names[0] if value.names else "") if by_name else value.value
-        if not label:
+        if not label or (jaxprs.remat3() and value.op.startswith("custom_vjp")):  # the newer remat would run it again
             return None
         facts.setdefault(label, value)
         return _PREFIX + label

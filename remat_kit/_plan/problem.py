@@ -200,21 +200,14 @@ class Problem:
     def bound(self, peak: float) -> float:
         """What no selection within a predicted peak costs less than, as far as the solver proved it.
 
-        For scans that are not split, and with the smallest working set that any point of a block has which keeps about
-        as much: the solver does not choose by working sets.
+        For scans that are not split. Between two levels that were proved for a block the next one's cost holds, with
+        the working bytes that no choice does without.
         """
         tables = []
         for s, f in self.active:
-            options = [whole(s, f.plain).option(s, self.minimize)]
-            levels = f.bounds()
-            for k, (low, least) in enumerate(levels):
-                high = levels[k + 1][0] if k + 1 < len(levels) else float("inf")
-                below = [p for p in f.points if p.kept_bytes <= low][-1:]
-                near = [p.working_bytes for p in f.points if p in below or low < p.kept_bytes <= high]
-                runs = s.trips * s.around
-                working = min(near, default=min(p.working_bytes for p in f.points))
-                options.append(Option(int(low) * runs, working, least * runs))
-            tables.append(options)
+            runs = s.trips * s.around
+            levels = [Option(int(low) * runs, f.floor, least * runs) for low, least in f.bounds()]
+            tables.append([whole(s, f.plain).option(s, self.minimize), *levels])
         return knapsack.bound(tables, self._room(peak))
 
     def _all(self, *, split: bool = False) -> list[list[Treatment]]:

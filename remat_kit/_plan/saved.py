@@ -16,7 +16,7 @@ from remat_kit._plan.plan import SCHEMA, VERSION, Plan
 from remat_kit._policy import Action, Policy
 from remat_kit._trace.blocks import KINDS
 
-_MOST_BYTES = 64 * 2**20
+_MOST = 64 * 2**20
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -67,13 +67,15 @@ def write(plan: Plan, path: Any) -> None:
 
 def read(path: Any, *, strict: bool = True) -> Plan:
     """Reads a plan from a file."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise RematError(f"a plan is read from a path, got {path!r:.200}")
     try:
-        if os.path.getsize(path) > _MOST_BYTES:
-            raise RematError(f"{path!r:.200} is larger than a plan can be ({_MOST_BYTES >> 20} MiB).")
         with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, TypeError, ValueError) as error:
+            text = file.read(_MOST + 1)
+    except (OSError, ValueError) as error:
         raise RematError(f"cannot read a plan from {path!r:.200}: {error}") from None
+    if len(text) > _MOST:
+        raise RematError(f"{path!r:.200} is larger than a plan can be ({_MOST >> 20} Mi characters).")
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
