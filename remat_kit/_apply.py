@@ -28,10 +28,12 @@ class BlockForm:
 
     Attributes:
       inputs: the types of its inputs, ``bfloat16[8,1024]``.
-      digest: of the operations in it with the types of their results.
+      trips: the iterations of the scan whose body it is (of all its parts together); else 1.
+      digest: of the operations in it, what they read and the types of their results.
     """
 
     inputs: tuple[str, ...]
+    trips: int
     digest: str
 
     @classmethod
@@ -39,10 +41,13 @@ class BlockForm:
         """Reads the form of a block."""
         program, _ = program_of(block)
         inputs = tuple(v.aval.str_short() for v in jaxprs.opened(program).invars)
-        return cls(inputs, survey.digest(program))
+        trips = jaxprs.calls(block.owner.eqns[block.eqns[0]])[0].trips if block.kind == "scan" else 1
+        return cls(inputs, trips, survey.digest(program))
 
     def difference(self, now: BlockForm) -> str:
         """What differs in another one, in words."""
+        if now.trips != self.trips:
+            return f"it is a scan of {now.trips} iterations, and was one of {self.trips}"
         if len(now.inputs) != len(self.inputs):
             return f"it has {len(now.inputs)} inputs, and had {len(self.inputs)}"
         pairs = zip(self.inputs, now.inputs, strict=True)

@@ -290,7 +290,7 @@ def _evaluate(
     with jaxprs.context(eqn):
         results = [x if name is None else jaxprs.named(x, name) for x, name in zip(results, given, strict=True)]
         if reads_output(eqn):
-            results = _attach(eqn, results, operands)
+            results = _attach(eqn, results, [name is not None for name in given], operands)
     return results
 
 
@@ -386,35 +386,51 @@ def _depends(owner: Any, var: Any, on: Any) -> bool:
     return False
 
 
-def _attach(eqn: JaxprEqn, results: list[Any], operands: list[Any]) -> list[Any]:
+def _attach(eqn: JaxprEqn, results: list[Any], named: Sequence[bool], operands: list[Any]) -> list[Any]:
     """Gives named results back their derivative, by a rule that reads the named values instead of its own.
 
     The primals are the named values; the tangents are those of the original equation at the same operands, with the
     equation's own results replaced by the named ones, so that keeping these is enough.
+
+    Args:
+      named: for each result whether it is named. The others stay as they are; a rule that reads one is given it.
     """
     program, _, made = _jvp_program(eqn)
     owner = jaxprs.opened(program)
     diff = [jaxprs.is_inexact(v.aval) for v in eqn.invars]
     n = len(results)
+    moving = [i for i, v in enumerate(eqn.outvars) if jaxprs.is_inexact(v.aval)]
+    tangent_of = dict(zip(moving, owner.outvars[n:], strict=True))
+    mine = [i for i in range(n) if named[i]]
+    asked = [tangent_of[i] for i in mine if i in tangent_of]
+    made_vars = owner.eqns[made].outvars
+    read = [i for i in range(n) if not named[i] and any(_depends(owner, t, made_vars[i]) for t in asked)]
 
     @jax.custom_jvp
-    def attached(values: list[Any], *xs: Any) -> list[Any]:
+    def attached(values: list[Any], others: list[Any], *xs: Any) -> list[Any]:
         return values
 
     @attached.defjvp
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        values, *xs = primals
-        given = [t for t, d in zip(tangents[1:], diff, strict=True) if d]
+        values, others, *xs = primals
+        given = [t for t, d in zip(tangents[2:], diff, strict=True) if d]
         env = dict(zip(jaxprs.inputs(program), [*jaxprs.constants(program), *xs, *given], strict=True))
-        env.update(zip(owner.eqns[made].outvars, values, strict=True))
+        env.update(zip((made_vars[i] for i in (*mine, *read)), (*values, *others), strict=True))
         for i, e in enumerate(owner.eqns):
-            if i != made:
+            if i != made and all(isinstance(v, Literal) or v in env for v in e.invars):
                 ins = [v.val if isinstance(v, Literal) else env[v] for v in e.invars]
                 env.update(zip(e.outvars, jaxprs.bind(e, ins), strict=True))
-        moved = iter([v.val if isinstance(v, Literal) else env[v] for v in owner.outvars[n:]])
-        return values, [next(moved) if jaxprs.is_inexact(v.aval) else _no_tangent(v.aval) for v in eqn.outvars]
 
-    return attached(results, *operands)
+        def tangent(i: int) -> Any:
+            if i not in tangent_of:
+                return _no_tangent(eqn.outvars[i].aval)
+            v = tangent_of[i]
+            return v.val if isinstance(v, Literal) else env[v]
+
+        return values, [tangent(i) for i in mine]
+
+    fresh = iter(attached([results[i] for i in mine], [results[i] for i in read], *operands))
+    return [next(fresh) if named[i] else x for i, x in enumerate(results)]
 
 
 def _no_tangent(aval: Any) -> Any:

@@ -120,7 +120,7 @@ def at_bytes(p: Problem, kept: int) -> Selection | None:
         taken = iter(ts[k] for ts, k in zip(treatments, answer.taken, strict=True))
         chosen = tuple(next(taken) if s.graph is not None else None for s in p.stages)
         peak = knapsack.peak_of([t.option(s, "time") for s, t in zip(p.stages, chosen, strict=True) if t is not None])
-        found = Selection(chosen, peak, answer.cost, 0.0)
+        found = Selection(chosen, peak, answer.cost)
         if best is not None and found.cost >= best.cost * (1 - 1e-9):
             break
         best = found

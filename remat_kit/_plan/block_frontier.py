@@ -98,10 +98,6 @@ class BlockFrontier:
                     self._add(found, None)
                     todo.append(found)
 
-    def add(self, point: Point) -> None:
-        """Adds a point that was not solved for."""
-        self._add(point, None)
-
     def _add(self, point: Point, kept_bytes: float | None) -> None:
         if point not in self._all:
             self._all.append(point)

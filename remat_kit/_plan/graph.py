@@ -42,7 +42,9 @@ class Op:
       op: its primitive.
       reads, writes: indices of values.
       flops: of one run of the block, inner trips included.
-      seconds: of the same by the roofline; 0 until `cost_seconds` is asked.
+      moved, trips: bytes read and written without fusion; how often it runs in one run of the block.
+      dtype: of its first operand.
+      seconds: by the roofline, given what is fused; see `opening.time_ops`.
       label: of the value that it names; empty for all others.
       primal: whether the function itself needs it. What only its derivative needs (of the forward pass) runs once
         with remat and without: remat moves it to the backward pass.

@@ -135,7 +135,8 @@ def max_batch(
             progress=progress,
         )  # fmt: skip
         made = session.plan(allowed, max(count_of(compiles), 1))
-        return min(session.trials, key=lambda t: t.peak != made.peak_bytes).found, made
+        assert session.chosen is not None
+        return session.chosen.found, made
 
     def fits(units: int) -> bool:
         n = units * multiple

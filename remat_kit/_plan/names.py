@@ -51,6 +51,12 @@ class NamesProblem(Problem):
                 best, low = found, middle
         return best
 
+    def bound(self, peak: float) -> float:
+        """What no set of names within a predicted peak costs less than: that of all that keep no more than the peak."""
+        room = min(peak, 2.0**62) - self.fixed_bytes
+        point = self.solver.solve(max(room, 0.0))
+        return point.bound if point is not None else 0.0
+
     def least(self) -> Selection:
         """The names with the smallest predicted peak: as few bytes as can be, or all that is to be had."""
         ends = [self.of(self.solver.least().saved), self.of(()), self.of(c.label for c in self.merged.choices)]
@@ -71,7 +77,7 @@ class NamesProblem(Problem):
         if point is None:
             return None
         found = self.of(point.saved, point.offloaded)
-        return dataclasses.replace(found, bound=min(found.cost, point.bound)) if found.peak <= peak else None
+        return found if found.peak <= peak else None
 
 
 _HALVINGS = 12
@@ -81,11 +87,10 @@ def merge(stages: Iterable[Stage]) -> Graph:
     """One graph of several blocks, each as often as it runs, in which equal labels are one choice."""
     values: list[Value] = []
     ops: list[Op] = []
-    later: list[Op] = []
     residuals: list[int] = []
     arguments: set[int] = set()
     choices: dict[str, Choice] = {}
-    parts: list[tuple[Graph, int, dict[int, int]]] = []
+    rates: Rates | None = None
     for stage in stages:
         graph, runs = stage.graph, stage.trips * stage.around
         if graph is None:
@@ -116,11 +121,11 @@ def merge(stages: Iterable[Stage]) -> Graph:
             size = (old.bytes if old is not None else 0) + c.bytes * runs
             seconds = (old.seconds if old is not None else 0.0) + c.seconds * runs
             choices[c.label] = Choice(c.label, c.facts, (*before, *mine), size, seconds)
-        parts.append((graph, runs, moved))
-    rates = parts[0][0].rates
+        rates = graph.rates
+    assert rates is not None, "there is a block to plan for"
     return Graph(
         values=tuple(values),
-        ops=(*ops, *later),
+        ops=tuple(ops),
         forward=len(ops),
         residuals=tuple(residuals),
         arguments=frozenset(arguments),

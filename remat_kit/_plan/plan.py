@@ -153,7 +153,7 @@ class Rival:
     within: bool
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan(Planned):
     """For each block of a program what is saved, offloaded and recomputed, to keep within a budget of memory.
 
@@ -304,6 +304,9 @@ class Plan(Planned):
         from remat_kit._show.plan import print_plan
 
         print_plan(self, console)
+
+    def __repr__(self) -> str:
+        return f"<{self.title}: {len(self.blocks)} blocks>"
 
     def __str__(self) -> str:
         from remat_kit._show.plan import plan_to_str

@@ -103,6 +103,7 @@ class Session:
         self.problem, self.info = problem, info
         self._compiled = compiled
         self.trials: list[Trial[Measurement]] = []
+        self.chosen: Trial[Measurement] | None = None  # what the last plan was made of
 
     @classmethod
     def open(
@@ -218,6 +219,7 @@ class Session:
         )
         if best is None:
             best = min(self.trials, key=lambda t: t.peak)
+        self.chosen = best
         return self.made(best.selection, allowed, best.found, self.trials[before:])
 
     def compiled(self, selection: Selection) -> Trial[Measurement]:
@@ -248,6 +250,9 @@ class Session:
         predicted = describe.predicted(self.problem, selection, self.line)
         peak = m.peak_bytes if m is not None else predicted.corrected_bytes
         info = self.info
+        bound = selection.bound
+        if bound is None:  # a preset's, or one of names
+            bound = min(selection.cost, self.problem.bound(selection.peak))
         return Plan(
             blocks=describe.blocks(self.problem, selection),
             budget_bytes=budget,
@@ -257,7 +262,9 @@ class Session:
             names_only=isinstance(self.problem, NamesProblem),
             predicted=predicted,
             measured=None if m is None else _measured(m),
-            bound=selection.bound or min(selection.cost, self.problem.bound(selection.peak)),
+            bound=min(selection.cost, self.problem.bound(selection.peak))
+            if selection.bound is None
+            else selection.bound,
             attempts=tuple(Attempt(t.selection.peak, t.peak, t.selection.cost, t.peak <= budget) for t in attempts),
             rivals=describe.rivals(self.problem, self.line, budget),
             rates=info.rates.source,

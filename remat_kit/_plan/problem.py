@@ -29,13 +29,13 @@ class Selection:
       treatments: one for each stage of the problem; None for stages that keep nothing.
       peak: bytes.
       cost: of what is recomputed, in what is minimized.
-      bound: no selection within the peak that was asked for costs less, as far as was proved.
+      bound: no selection within the peak that was asked for costs less, as far as was proved; None if nobody asked.
     """
 
     treatments: tuple[Treatment | None, ...]
     peak: int
     cost: float
-    bound: float
+    bound: float | None = None
 
     @property
     def key(self) -> tuple[Treatment | None, ...]:
@@ -123,7 +123,7 @@ class Problem:
             taken.append(None if f is None else whole(s, choice(s, f.graph) or f.plain))
         options = [t.option(s, self.minimize) for s, t in zip(self.stages, taken, strict=True) if t is not None]
         peak = self.fixed_bytes + knapsack.peak_of(options)
-        return Selection(tuple(taken), peak, sum(o.cost for o in options), 0.0)
+        return Selection(tuple(taken), peak, sum(o.cost for o in options))
 
     @functools.cached_property
     def presets(self) -> dict[str, Selection]:
@@ -230,7 +230,7 @@ class Problem:
             return None
         taken = iter(ts[k] for ts, k in zip(treatments, answer.taken, strict=True))
         chosen = tuple(next(taken) if s.graph is not None else None for s in self.stages)
-        return Selection(chosen, self.fixed_bytes + answer.peak, answer.cost, 0.0)
+        return Selection(chosen, self.fixed_bytes + answer.peak, answer.cost)
 
     def _refine(self, found: Selection, peak: float) -> bool:
         """Solves blocks for what they keep and what is left over; tells whether there was anything to solve."""

@@ -3,7 +3,7 @@
 For each operation ``r`` says that it runs again in the backward pass, for each choice ``s`` that its value is saved
 and ``o`` that it is offloaded, for each input ``i`` that it is kept:
 
-    minimize  sum c r + sum k (s + o)      over  r, i in [0, 1],  s, o in {0, 1}
+    minimize  sum c r + sum k (s + o)      over  r, i, s, o in {0, 1}
     with      a(v) >= 1          for each residual v
               r(p) <= a(v)       for each value v that an operation p reads
               a(v)  = s(v) + o(v) + r(the operation that makes v), or i(v) for an input
@@ -11,8 +11,8 @@ and ``o`` that it is offloaded, for each input ``i`` that it is kept:
 
 ``c`` is what running an operation again takes, ``k`` what keeping a value takes (of time only).
 
-For fixed ``s`` and ``o`` the least ``r`` is integral. Without the two budgets this is a closure problem, whose linear
-relaxation is integral too (Picard 1976), so that branching is only needed between corners of the frontier.
+Without the two budgets this is a closure problem, whose linear relaxation is integral (Picard 1976), so that branching is
+only needed between corners of the frontier.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ import warnings
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array, csr_array
 
 from remat_kit._plan.graph import Graph
 from remat_kit._plan.point import Point, trimmed
@@ -40,6 +38,9 @@ class Solver:
     """
 
     def __init__(self, graph: Graph, minimize: str, host_bytes: float = 0.0, *, save: bool = True) -> None:
+        from scipy.optimize import LinearConstraint  # slow to load, and only planning needs it
+        from scipy.sparse import coo_array, csr_array
+
         self.graph, self.minimize, self.host_bytes = graph, minimize, host_bytes
         n = graph.forward
         values, ops = graph.values, graph.ops
@@ -114,6 +115,8 @@ class Solver:
         trifles = _TRIFLE * (self.kept / self.unit + 2 * self.hosted / self.unit)
         trifles[self.first :] += _TRIFLE / self.size
         objective = self.cost / self.scale + trifles
+        from scipy.optimize import LinearConstraint
+
         limits = [LinearConstraint(self.kept / self.unit, -np.inf, kept_bytes / self.unit)]
         if self.hosting:
             limits.append(LinearConstraint(self.hosted / self.unit, -np.inf, self.host_bytes / self.unit))
@@ -128,6 +131,8 @@ class Solver:
 
     def least(self) -> Point:
         """The point that keeps the fewest bytes, and costs least among those."""
+        from scipy.optimize import LinearConstraint
+
         limits = []
         if self.hosting:
             limits.append(LinearConstraint(self.hosted / self.unit, -np.inf, self.host_bytes / self.unit))
@@ -136,14 +141,14 @@ class Solver:
         found = self._point(result.x)
         return self.solve(found.kept_bytes) or found
 
-    def _milp(self, objective: np.ndarray, limits: list[LinearConstraint]) -> Any:
-        integral = np.ones(self.size)
-        integral[self.first :] = 1
+    def _milp(self, objective: np.ndarray, limits: list[Any]) -> Any:
+        from scipy.optimize import Bounds, milp
+
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return milp(
                 objective,
-                integrality=integral,
+                integrality=np.ones(self.size),  # faster than with the recomputations left continuous
                 bounds=Bounds(0.0, self.most),
                 constraints=[self.need, *limits],
                 options={"mip_rel_gap": _GAP, "node_limit": _NODES},

@@ -64,7 +64,7 @@ def stages(loss: Loss, local: Sequence[int], rates: Rates, *, by_name: bool = Fa
 
     Args:
       local: bytes on one device of each input.
-      by_name: as in `graph.build`.
+      by_name: as in `opening.build`.
 
     Raises:
       RematError: where reverse mode cannot differentiate the loss.
@@ -120,6 +120,8 @@ class _Opener:
                 sliced = c.trips * sum(jaxprs.nbytes(v.aval) for v in invars[loop + call.num_carry :])
         else:
             program, invars, _, _ = _rewrite.outline(c.owner, c.eqns, c.marks)
+        if any(e.primitive.name == "shard_map" for e in c.outer):
+            return Stage(c, None, c.trips, c.runs // max(c.trips, 1), sliced, "it lies inside a shard_map.")
         active = tuple(self.active.get(v, False) for v in invars)
         arguments = tuple(self.arguments(c, invars))
         key = (survey.fingerprint(program, self.kept, marks.unnumbered), active, arguments, loop)
@@ -151,6 +153,8 @@ class _Opener:
             _rewrite.check_effects(program)
         except RematError as error:
             return None, str(error)
+        if any(jaxprs.is_ref(v.aval) for p in survey.programs(program) for e in p.eqns for v in e.outvars):
+            return None, "it makes a mutable reference."
         if not jaxprs.replays(program):
             return None, "recomputing it would repeat effects that JAX does not repeat (io_callback)."
         try:

@@ -113,7 +113,8 @@ def _said(p: Plan) -> list[str]:
 def _parts(p: Plan) -> str:
     q = p.predicted
     return (
-        f"{format_bytes(p.peak_bytes)}: predicted as arguments {format_bytes(q.argument_bytes)} + outputs "
+        f"{format_bytes(p.peak_bytes)}{' compiled' if p.measured is not None else ''}; "
+        f"{format_bytes(q.peak_bytes)} were predicted: arguments {format_bytes(q.argument_bytes)} + outputs "
         f"{format_bytes(q.output_bytes)} + kept {format_bytes(q.kept_bytes + q.other_bytes)} + the backward pass of "
         f"{q.binding or 'the program'} {format_bytes(q.working_bytes)}."
     )

@@ -68,7 +68,7 @@ def map_scopes(jaxpr: Any, scopes_as: Callable[[tuple[str, ...]], tuple[str, ...
 
 
 def digest(jaxpr: Any) -> str:
-    """A short text that differs for programs whose operations, types or constants' types do.
+    """A short text that differs for programs whose operations, their operands or types do.
 
     The same in every process and, as far as JAX traces the same operations, in every version.
     """
@@ -76,10 +76,16 @@ def digest(jaxpr: Any) -> str:
 
     def visit(program: Any) -> None:
         owner = jaxprs.opened(program)
-        found.update(" ".join(str(v.aval) for v in jaxprs.inputs(program)).encode())
+        number: dict[Any, int] = {}
+
+        def said(v: Any) -> str:
+            at = "c" if isinstance(v, Literal) else number.setdefault(v, len(number))
+            return f"{at}:{v.aval}"
+
+        found.update(" ".join(map(said, jaxprs.inputs(program))).encode())
         for e in owner.eqns:
-            operands = " ".join(str(v.aval) for v in e.invars)
-            found.update(f"{jaxprs.op_of(e)} {operands} > {' '.join(str(v.aval) for v in e.outvars)};".encode())
+            operands, results = " ".join(map(said, e.invars)), " ".join(map(said, e.outvars))
+            found.update(f"{jaxprs.op_of(e)} {operands} > {results};".encode())
             for call in jaxprs.calls(e):
                 visit(call.jaxpr)
 
