@@ -198,20 +198,21 @@ def _by_glob(candidates: Sequence[Candidate], items: Sequence[tuple[str, Policy]
     for c in candidates:
         if any(id(a) in inside for a in c.ancestors()):
             continue
-        left = [(0, c.trips)]
+        n = max(c.trips, 1)  # a loop that never runs is still one block
+        left = [(0, n)]
         for glob, base, part, p in asked:
             if not matches(base, c.path, "/"):
                 continue
             of = c if part is None else blocks.part_of(c, part)
             if of is None:
                 raise RematError(f"{glob!r}: block {c.path!r} is {_extent(c)}.")
-            spans = [(0, c.trips)] if of.span is None else [of.span]
+            spans = [(0, n)] if of.span is None else [of.span]
             mine = [(max(a, s), min(b, e)) for a, b in left for s, e in spans if max(a, s) < min(b, e)]
             if not mine:
                 continue
             decided.add(glob)
             inside.add(id(c))
-            whole = mine == [(0, c.trips)]
+            whole = mine == [(0, n)]
             taken += [(c if whole else blocks.part_of(c, m) or c, p) for m in mine]
             left = [x for a, b in left for x in _without(a, b, mine)]
             if not left:

@@ -11,8 +11,8 @@ and ``o`` that it is offloaded, for each input ``i`` that it is kept:
 
 ``c`` is what running an operation again takes, ``k`` what keeping a value takes (of time only).
 
-Without the two budgets this is a closure problem, whose linear relaxation is integral (Picard 1976), so that branching is
-only needed between corners of the frontier.
+Without the two budgets this is a closure problem, whose linear relaxation is integral (Picard 1976), so that branching
+is only needed between corners of the frontier.
 """
 
 from __future__ import annotations

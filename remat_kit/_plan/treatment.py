@@ -51,8 +51,9 @@ class Treatment:
         return cost * stage.around
 
     def option(self, stage: Stage, minimize: str) -> Option:
-        """What the knapsack sees of it."""
-        return Option(self.kept_bytes(stage), self.working_bytes(stage), self.cost(stage, minimize))
+        """What the knapsack sees of it. A trifle for what is offloaded: where there is room it stays on the device."""
+        trifle = self.host_bytes(stage) * (1e-20 if minimize == "time" else 1e-9)
+        return Option(self.kept_bytes(stage), self.working_bytes(stage), self.cost(stage, minimize) + trifle)
 
 
 def whole(stage: Stage, p: Point) -> Treatment:
