@@ -735,3 +735,81 @@ def test_equal_layers_have_equal_labels():
     assert len(labels) > 1 and all(x == labels[0] for x in labels)
     assert len(labels[0]) == len(set(labels[0])) > 5
     assert not any(label.startswith("layers_") for label in labels[0])
+
+
+# --- programs that are other programs, and blocks that stay as they are -----------------------------------------------
+
+
+def test_another_number_of_iterations_is_refused():
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(lambda h, m: (jnp.tanh(h @ m), None), x, w)[0] ** 2)
+
+    x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    p = rk.plan(loss, jax.ShapeDtypeStruct((4, 8, 8), jnp.float32), x, budget=1, target=None)
+    with pytest.raises(rk.RematError, match="scan of 6 iterations, and was one of 4"):
+        rk.residuals(loss, jax.ShapeDtypeStruct((6, 8, 8), jnp.float32), x, policy=p)
+
+
+def test_the_same_operations_wired_otherwise_are_another_program():
+    def first(w, x):
+        return jnp.sum(jax.lax.scan(lambda h, m: (jnp.tanh(jnp.sin(h @ m) * h + h), None), x, w)[0])
+
+    def second(w, x):
+        def body(h, m):
+            s = jnp.sin(h @ m)
+            return jnp.tanh(h * s + s), None
+
+        return jnp.sum(jax.lax.scan(body, x, w)[0])
+
+    args = (jax.ShapeDtypeStruct((4, 8, 8), jnp.float32), jax.ShapeDtypeStruct((4, 8), jnp.float32))
+    p = rk.plan(first, *args, budget=1, target=None)
+    rk.residuals(first, *args, policy=p)
+    with pytest.raises(rk.RematError, match="computes something else"):
+        rk.residuals(second, *args, policy=p)
+
+
+@pytest.mark.skipif(OLD_REMAT3, reason="programs of this JAX's newer remat hold what lowering drops")
+def test_what_is_saved_of_an_operation_with_several_results_is_not_made_again():
+    def loss(w, x):
+        def body(h, m):
+            return jnp.tanh(jnp.linalg.solve(m + 4 * jnp.eye(8), h.T).T), None
+
+        return jnp.sum(jax.lax.scan(body, x, w)[0])
+
+    args = (jax.random.normal(jax.random.key(0), (3, 8, 8)) / 8, jnp.ones((4, 8)))
+
+    def lu_calls(policy):
+        program = jax.make_jaxpr(jax.grad(rk.apply(loss, {"scan": policy})))(*args)
+        return str(program).count("= lu ") + str(program).count("= lu\n") + str(program).count("= lu[")
+
+    assert lu_calls("save value=lu|lu#2|lu#3") == lu_calls("none") < lu_calls("full")
+    got = jax.grad(rk.apply(loss, {"scan": "save value=lu|lu#3"}))(*args)
+    np.testing.assert_allclose(got, jax.grad(loss)(*args), rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_that_make_references_stay_as_they_are():
+    def loss(w, x):
+        for m in w:
+            r = jax.new_ref(x)
+            r[...] = jnp.sin(r[...] @ m)
+            x = r[...]
+        return jnp.sum(x)
+
+    w, x = [jnp.eye(4)] * 4, jnp.ones((2, 4))
+    p = rk.plan(loss, w, x, budget=1, target=None)
+    assert any("mutable reference" in note for note in p.notes)
+    np.testing.assert_allclose(jax.grad(rk.apply(loss, p))(w, x)[0], jax.grad(loss)(w, x)[0], rtol=1e-6)
+
+
+def test_where_there_is_room_nothing_is_offloaded():
+    fn, args = rk.zoo.gpt(layers=2, batch=2, length=64, width=64, heads=2, vocab=128)
+    p = rk.plan(fn, *args, budget="10GiB", target="tpu:v5e", compiles=0)
+    assert p.predicted.host_bytes == 0
+
+
+def test_a_plan_in_the_wrong_place_says_where_it_goes():
+    fn, args = rk.zoo.gpt(layers=2, batch=2, length=64, width=64, heads=2, vocab=128)
+    p = rk.plan(fn, *args, budget=1, target=None)
+    with pytest.raises(rk.RematError, match="policy_for"):
+        rk.policy(p)
+    assert len(repr(p)) < 100
