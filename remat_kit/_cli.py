@@ -271,19 +271,13 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     import remat_kit
+    from remat_kit._show.plan import print_explanation
 
     plan = _planned(args, remat_kit.plan, "planning", budget=args.budget)
     if args.save is not None:
         plan.save(args.save)
-    _show(args, plan.to_dict, lambda console: print_explained(plan, console) if args.explain else plan.print(console))
+    _show(args, plan.to_dict, lambda console: print_explanation(plan, console) if args.explain else plan.print(console))
     return 0 if plan.within else 1
-
-
-def print_explained(plan: Any, console: Console) -> None:
-    """Prints a plan with what becomes of each value."""
-    from remat_kit._show.plan import print_explanation
-
-    print_explanation(plan, console)
 
 
 def _frontier(args: argparse.Namespace) -> int:
