@@ -165,11 +165,13 @@ def select(traced: tracing.Traced, rules: Rules) -> Chosen:
         if not candidates or all(any(matches(g, c.path, "/") for c in pieces) for g, _ in globs):
             candidates = pieces
         rest = [
-            (g, p) for g, p in globs if g.startswith("rest_") and not any(matches(g, c.path, "/") for c in candidates)
+            (g, p)
+            for g, p in globs
+            if g.startswith(blocks.REST) and not any(matches(g, c.path, "/") for c in candidates)
         ]
         taken = _by_glob(candidates, [item for item in globs if item not in rest])
         if rest:
-            taken += _by_glob(blocks.rest(traced.jaxpr, [c for c, _ in taken]), rest)
+            taken += _by_glob(blocks.rest([c for c, _ in taken], candidates), rest)
     mine = {id(c) for c, _ in taken}
     around = {id(a) for c, _ in taken for a in c.ancestors()}
     removed = [
@@ -194,7 +196,10 @@ def _by_glob(candidates: Sequence[Candidate], items: Sequence[tuple[str, Policy]
     taken: list[tuple[Candidate, Policy]] = []
     inside: set[int] = set()
     decided: set[str] = set()
-    asked = [(g, *blocks.split_part(g), p) for g, p in items]
+    asked: list[tuple[str, str, tuple[int, int | None] | None, Policy]] = []
+    for g, p in items:  # "@" may stand in a module's own name
+        base, part = (g, None) if any(matches(g, path, "/") for path in paths) else blocks.split_part(g)
+        asked.append((g, base, part, p))
     for c in candidates:
         if any(id(a) in inside for a in c.ancestors()):
             continue

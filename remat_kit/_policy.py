@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict, Unpack
 
-from remat_kit import _globs, _policy_json, _policy_text
+from remat_kit import _globs, _json, _policy_json, _policy_text
 from remat_kit._errors import RematError
 from remat_kit._policy_jax import as_jax, from_jax
 from remat_kit._rules import FIELDS, Action, Rule, Selector, ValueFacts, as_action, unknown_key
@@ -222,7 +222,7 @@ class Policy:
     @classmethod
     def from_json(cls, text: str | bytes) -> Policy:
         """Reads what `to_json` gave, checking all of it; raises RematError."""
-        return cls.from_dict(_policy_json.loads(text))
+        return cls.from_dict(_json.loads(text, "policy"))
 
 
 def policy(spec: Policy | str | Callable[..., Any] | None) -> Policy:

@@ -1,4 +1,4 @@
-"""What several tests compare with: JAX's own count of residual bytes and of regions, gradients of another function."""
+"""What several tests share: JAX's own count of residual bytes and of regions, gradients compared, commands run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 
 import jax
 import numpy as np
+
+from remat_kit import _cli
 
 
 def residual_bytes(fun, *args):
@@ -34,3 +36,14 @@ def regions(fn, *args):
     """Number of remat equations in a traced function, nested ones included, under either implementation."""
     text = str(jax.make_jaxpr(fn)(*args))
     return len(re.findall(r"\b(?:checkpoint|remat2?|RematTraced)\[", text))
+
+
+def run(capsys, *argv):
+    """Returns exit status, standard output and standard error of one command."""
+    try:
+        status = _cli.main(list(argv))
+    except SystemExit as e:  # argparse
+        status = e.code
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return status, out, err

@@ -12,6 +12,7 @@ import remat_kit
 from remat_kit import _cli, _load
 from remat_kit._errors import RematError, RematWarning
 from remat_kit._trace.report import Kind, Residual, Residuals
+from tests.helpers import run
 
 TINY = [f"--set={s}" for s in ("layers=2", "batch=2", "length=8", "width=16", "heads=2")]
 
@@ -67,17 +68,6 @@ def here(tmp_path, monkeypatch):
     yield tmp_path
     for name in ("my_program", "my_broken", "my_typo"):
         sys.modules.pop(name, None)
-
-
-def run(capsys, *argv):
-    """Returns exit status, standard output and standard error of one command."""
-    try:
-        status = _cli.main(list(argv))
-    except SystemExit as e:  # argparse
-        status = e.code
-    out, err = capsys.readouterr()
-    assert "Traceback" not in err
-    return status, out, err
 
 
 def error(capsys, *argv):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -455,7 +456,7 @@ def test_what_else_takes_a_policy_takes_a_plan():
     fn, args = model("stack")
     p = plan()
     report = rk.residuals(fn, *args, policy=p)
-    assert report.policy == p.title if hasattr(report, "policy") else True
+    assert report.policy == p.title
     m = rk.measure(fn, *args, policy=p, target="cpu")
     assert "plan for" in m.policy
 
@@ -813,3 +814,37 @@ def test_a_plan_in_the_wrong_place_says_where_it_goes():
     with pytest.raises(rk.RematError, match="policy_for"):
         rk.policy(p)
     assert len(repr(p)) < 100
+
+
+def test_modules_may_bear_the_names_of_parts_and_of_the_rest():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.Dense(8)(jnp.tanh(nn.Dense(8)(x)))
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = jnp.sin(x) @ jnp.eye(8)
+            for name in ("rest_0", "rest_1", "a@0:2"):
+                x = Layer(name=name)(x)
+            return jnp.sum(jnp.cos(x) ** 2)
+
+    x = jnp.ones((4, 8))
+    params = Model().init(jax.random.key(0), x)
+    p = rk.plan(Model().apply, params, x, budget=1, target=None)
+    paths = [b.path for b in p.blocks]
+    assert len(paths) == len(set(paths)) and {"rest_0", "rest_1", "a@0:2"} < set(paths)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        jax.grad(Model().apply)(params, x),
+        jax.grad(rk.apply(Model().apply, p))(params, x),
+    )
+
+
+def test_actions_that_a_target_cannot_take_are_said():
+    fn, args = model("stack")
+    settings = {"budget": "1MiB", "target": None}
+    named = rk.plan(fn, *args, actions=("save", "offload"), **settings)
+    assert "offload" not in named.actions and any("nothing is offloaded" in note for note in named.notes)
+    assert not rk.plan(fn, *args, **settings).notes

@@ -8,20 +8,9 @@ import json
 import pytest
 
 import remat_kit
-from remat_kit import _cli
+from tests.helpers import run
 
 TINY = ["zoo:gpt", *(f"--set={s}" for s in ("layers=2", "batch=2", "length=6", "width=16", "heads=2", "vocab=50"))]
-
-
-def run(capsys, *argv):
-    """Returns exit status, standard output and standard error of one command."""
-    try:
-        status = _cli.main(list(argv))
-    except SystemExit as e:  # argparse
-        status = e.code
-    out, err = capsys.readouterr()
-    assert "Traceback" not in err
-    return status, out, err
 
 
 @functools.cache

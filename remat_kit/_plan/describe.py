@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from remat_kit._globs import literal
 from remat_kit._plan.calibrate import Line
-from remat_kit._plan.graph import Choice, Graph
+from remat_kit._plan.graph import Choice, Graph, makers
 from remat_kit._plan.plan import PlannedBlock, PlannedValue, Predicted, Rival
 from remat_kit._plan.point import Point
 from remat_kit._plan.problem import Problem, Selection
 from remat_kit._plan.treatment import Treatment
 from remat_kit._policy import Action, Policy, Rule, Selector
-from remat_kit._trace.blocks import is_rest, part_path
+from remat_kit._trace.blocks import part_path
 
 _VALUES = 24  # told of one block
 
@@ -56,7 +56,7 @@ def blocks(problem: Problem, selection: Selection) -> tuple[PlannedBlock, ...]:
     out = []
     for stage, t in zip(problem.stages, selection.treatments, strict=True):
         first = 0
-        if problem.by_name and is_rest(stage.block.path):
+        if problem.by_name and stage.block.kind == "rest":
             continue
         for n, p in t.parts if t is not None else ((stage.trips, None),):
             runs = n * stage.around
@@ -161,11 +161,6 @@ def _why(action: str, flops: int, size: int) -> str:
 def _to_make(graph: Graph, c: Choice, kept: set[str]) -> tuple[int, float]:
     """What making a value takes from what else is kept and the block's inputs."""
     stop = {o for other in graph.choices if other.label in kept and other is not c for o in other.ops}
-    todo = [r for o in c.ops for r in graph.ops[o].reads]
-    seen: set[int] = set()
-    while todo:
-        maker = graph.values[todo.pop()].maker
-        if maker >= 0 and maker not in seen and maker not in stop:
-            seen.add(maker)
-            todo += graph.ops[maker].reads
+    read = [r for o in c.ops for r in graph.ops[o].reads]
+    seen = makers(graph.values, graph.ops, read, lambda v: graph.values[v].maker in stop)
     return sum(graph.ops[o].again_flops for o in seen), sum(graph.ops[o].again_seconds for o in seen)

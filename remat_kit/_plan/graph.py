@@ -7,7 +7,7 @@ Nested programs are opened: the values inside `jit` and `scan` stand in one grap
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from remat_kit._plan.rates import Rates
 from remat_kit._policy import ValueFacts
@@ -169,6 +169,21 @@ class Graph:
             else:
                 kept[root] = None
         return tuple(kept)
+
+
+def makers(
+    values: Sequence[Value], ops: Sequence[Op], wanted: Iterable[int], stops: Callable[[int], bool] = lambda v: False
+) -> set[int]:
+    """The operations that values are made by, and those that these read from, down to values where it stops."""
+    found: set[int] = set()
+    todo = list(wanted)
+    while todo:
+        v = todo.pop()
+        maker = values[v].maker
+        if maker >= 0 and maker not in found and not stops(v):
+            found.add(maker)
+            todo += ops[maker].reads
+    return found
 
 
 MOST_FUSED = 8  # a fusion that reads more values is cut somewhere

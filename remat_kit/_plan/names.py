@@ -12,7 +12,6 @@ from remat_kit._plan.problem import Problem, Selection
 from remat_kit._plan.rates import Rates
 from remat_kit._plan.solve import Solver
 from remat_kit._plan.stages import Stage, Stages
-from remat_kit._trace.blocks import is_rest
 
 
 class NamesProblem(Problem):
@@ -26,7 +25,7 @@ class NamesProblem(Problem):
 
     def __init__(self, program: Stages, rates: Rates, minimize: str, actions: frozenset[str]) -> None:
         super().__init__(program, rates, minimize, actions, points=0)
-        self.planned = [s for s in program.stages if s.graph is not None and not is_rest(s.block.path)]
+        self.planned = [s for s in program.stages if s.graph is not None and s.block.kind != "rest"]
         if not any(s.graph.choices for s in self.planned if s.graph is not None):
             raise RematError(
                 "names_only=True chooses among checkpoint names, and the program's blocks have none. Name values with "
@@ -59,13 +58,15 @@ class NamesProblem(Problem):
 
     def least(self) -> Selection:
         """The names with the smallest predicted peak: as few bytes as can be, or all that is to be had."""
-        ends = [self.of(self.solver.least().saved), self.of(()), self.of(c.label for c in self.merged.choices)]
+        ends = [self.of(self.solver.least().saved), self.of(c.label for c in self.merged.choices)]
+        if not self.merged.decisions:
+            ends.append(self.of(()))
         return min(ends, key=lambda s: (s.peak, s.cost))
 
     def of(self, saved: Iterable[str], offloaded: Iterable[str] = ()) -> Selection:
         """The selection of names that are saved and offloaded in all blocks."""
         saved, offloaded = tuple(saved), tuple(offloaded)
-        return self.evaluate(lambda s, graph: None if is_rest(s.block.path) else choose(graph, saved, offloaded))
+        return self.evaluate(lambda s, graph: None if s.block.kind == "rest" else choose(graph, saved, offloaded))
 
     @property
     def merged_bytes(self) -> int:
@@ -89,6 +90,7 @@ def merge(stages: Iterable[Stage]) -> Graph:
     ops: list[Op] = []
     residuals: list[int] = []
     arguments: set[int] = set()
+    decisions: set[int] = set()
     choices: dict[str, Choice] = {}
     rates: Rates | None = None
     for stage in stages:
@@ -111,6 +113,7 @@ def merge(stages: Iterable[Stage]) -> Graph:
                 )
             )
         residuals += [r + v0 for r in graph.residuals]
+        decisions |= {moved[n] for n in graph.decisions}
         arguments |= {a + v0 for a in graph.arguments}
         # What the backward pass makes is no input here.
         arguments |= {n + v0 for n, v in enumerate(graph.values) if v.maker >= graph.forward or n in graph.cotangents}
@@ -130,7 +133,7 @@ def merge(stages: Iterable[Stage]) -> Graph:
         residuals=tuple(residuals),
         arguments=frozenset(arguments),
         choices=tuple(choices.values()),
-        decisions=frozenset(),
+        decisions=frozenset(decisions),
         constant=frozenset(),
         loop=False,
         varying=(True,) * len(values),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from remat_kit import _naming
-from remat_kit._plan.graph import Choice, Graph, Op, Value, fused_values
+from remat_kit._plan.graph import Choice, Graph, Op, Value, fused_values, makers
 from remat_kit._plan.rates import Rates
 from remat_kit._policy import ValueFacts
 from remat_kit._rewrite import without_regions
@@ -117,7 +117,7 @@ class _Builder:
             arguments=frozenset(free),
             choices=self.choices(facts, loop is not None, count),
             decisions=self.decisions(count, set(kept.values())),
-            constant=_constant(self.ops, self.values, count),
+            constant=_constant(self.ops, count),
             loop=loop is not None,
             varying=tuple(self.varying),
             cotangents=tuple(dict.fromkeys(cotangents)),
@@ -128,24 +128,13 @@ class _Builder:
 
     def mark_primal(self, results: Sequence[int]) -> None:
         """Tells the operations that the results need from those that only the derivative needs."""
-        needed = self.needed(results)
+        needed = makers(self.values, self.ops, results)
         for number, op in enumerate(self.ops):
             op.primal = number in needed
 
-    def needed(self, values: Iterable[int]) -> set[int]:
-        """The operations that values depend on."""
-        found: set[int] = set()
-        todo = list(values)
-        while todo:
-            maker = self.values[todo.pop()].maker
-            if maker >= 0 and maker not in found:
-                found.add(maker)
-                todo += self.ops[maker].reads
-        return found
-
     def decisions(self, forward: int, residuals: set[int]) -> frozenset[int]:
         """Operations that choose, if only names read their results."""
-        live = self.needed(residuals)
+        live = makers(self.values, self.ops, residuals)
         other = residuals | {v for n in live if not self.ops[n].label for v in self.ops[n].reads}
         choosing = (n for n in live if n < forward and self.ops[n].op in _CHOOSING and self.ops[n].primal)
         return frozenset(n for n in choosing if other.isdisjoint(self.ops[n].writes))
@@ -295,7 +284,7 @@ def time_ops(ops: Sequence[Op], values: Sequence[Value], rates: Rates) -> None:
         op.seconds = 0.0 if op.form == "alias" else max(compute, moved / rates.bandwidth)
 
 
-def _constant(ops: Sequence[Op], values: Sequence[Value], forward: int) -> frozenset[int]:
+def _constant(ops: Sequence[Op], forward: int) -> frozenset[int]:
     """Forward values that depend on no input of the block."""
     found: set[int] = set()
     for op in ops[:forward]:

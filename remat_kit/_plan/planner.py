@@ -93,6 +93,7 @@ def count_of(compiles: Any) -> int:
 
 
 _MOST_COMPILES = 1000
+_EVERY_ACTION = {"save", "recompute", "offload"}
 _DOUBT = 0.2  # seconds before the compiler has fused anything
 
 
@@ -148,6 +149,8 @@ class Session:
             allowed -= {Action.OFFLOAD}
             if Action.SAVE not in allowed:
                 raise RematError("offloading needs a target with memory apart from its host's, such as 'tpu:v5e'.")
+            if set(actions) != _EVERY_ACTION:  # asked for, and not just left as it is by default
+                notes.append("nothing is offloaded: the target has no memory apart from its host's.")
         say("tracing", progress)
         with _adapters.adapted(fun, args, kwargs) as call:
             loss = _loss.read(call, None, argnums, has_aux)
@@ -165,9 +168,8 @@ class Session:
         if names_only:
             problem = NamesProblem(program, rates, minimize, values)
         else:
-            problem = Problem(
-                program, rates, minimize, values, split=None if split is False else float(split is not True and split)
-            )
+            gain = None if split is False else 0.0 if split is True else split
+            problem = Problem(program, rates, minimize, values, split=gain)
         info = _Info(setting, minimize, tuple(a.value for a in Action if a in allowed), rates, notes, progress, share)
 
         def compiled(made: Plan) -> Measurement:
@@ -262,9 +264,7 @@ class Session:
             names_only=isinstance(self.problem, NamesProblem),
             predicted=predicted,
             measured=None if m is None else _measured(m),
-            bound=min(selection.cost, self.problem.bound(selection.peak))
-            if selection.bound is None
-            else selection.bound,
+            bound=bound,
             attempts=tuple(Attempt(t.selection.peak, t.peak, t.selection.cost, t.peak <= budget) for t in attempts),
             rivals=describe.rivals(self.problem, self.line, budget),
             rates=info.rates.source,

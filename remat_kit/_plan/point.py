@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from remat_kit._plan.graph import Graph
+from remat_kit._plan.graph import Graph, makers
 from remat_kit._plan.memory import working_bytes
 
 
@@ -58,15 +58,8 @@ def without_remat(graph: Graph) -> Point:
 
 def _between(graph: Graph, kept: Sequence[int]) -> tuple[int, ...]:
     """The forward operations between what is kept and what the backward pass reads."""
-    again: set[int] = set()
     roots = set(kept)
-    todo = list(graph.residuals)
-    while todo:
-        v = todo.pop()
-        maker = graph.values[v].maker
-        if maker >= 0 and graph.values[v].root not in roots and maker not in again:
-            again.add(maker)
-            todo += graph.ops[maker].reads
+    again = makers(graph.values, graph.ops, graph.residuals, lambda v: graph.values[v].root in roots)
     return tuple(sorted(again))
 
 

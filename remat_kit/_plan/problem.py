@@ -18,7 +18,6 @@ from remat_kit._plan.stages import Stage, Stages
 from remat_kit._plan.treatment import Treatment, splits, whole
 from remat_kit._policy import Action, ValueFacts
 from remat_kit._presets import presets
-from remat_kit._trace.blocks import is_rest
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -138,7 +137,7 @@ class Problem:
                 continue
             selection = self.without_remat()
             if preset.remat:
-                selection = self.by_facts(lambda f, p=preset: p.action(f), lambda s: not is_rest(s.block.path))
+                selection = self.by_facts(lambda f, p=preset: p.action(f), lambda s: s.block.kind != "rest")
             found.setdefault(selection.key, (name, selection))
         return dict(sorted(found.values(), key=lambda x: (x[1].cost, x[1].peak)))
 
@@ -181,10 +180,7 @@ class Problem:
 
     def least(self) -> Selection:
         """The selection with the smallest predicted peak, and the least cost among those."""
-        options = [
-            [t.option(s, self.minimize) for t in ts] for (s, _), ts in zip(self.active, self._all(), strict=True)
-        ]
-        found = self.solve(self.fixed_bytes + knapsack.least_peak(options))
+        found = self.solve(self.fixed_bytes + knapsack.least_peak(self._options(self._all())))
         return found if found is not None else self.without_remat()
 
     def cheapest(self) -> Selection:

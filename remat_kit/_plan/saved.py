@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from remat_kit._errors import RematError
+from remat_kit._json import check_header, loads, shown
 from remat_kit._plan.plan import SCHEMA, VERSION, Plan
 from remat_kit._policy import Action, Policy
 from remat_kit._trace.blocks import KINDS
@@ -32,15 +33,7 @@ def from_dict(data: Any, *, strict: bool = True) -> Plan:
     Raises:
       RematError: when a key is missing or unknown, or a value has the wrong type.
     """
-    if not isinstance(data, Mapping):
-        raise RematError(f"a plan in JSON is an object, got {_shown(data)}.")
-    if data.get("schema") != SCHEMA:
-        raise RematError(f'not a plan: its "schema" is {_shown(data.get("schema"))}, expected {SCHEMA!r}.')
-    if type(data.get("version")) is not int or data["version"] != VERSION:
-        raise RematError(
-            f"the plan has schema version {_shown(data.get('version'))}; this remat_kit reads version {VERSION}. "
-            "Plan again with this version, or update remat_kit."
-        )
+    check_header(data, "plan", SCHEMA, VERSION, "Plan again")
     if not isinstance(strict, bool):
         raise RematError(f"strict is True or False, got {strict!r}.")
     rest = {k: v for k, v in data.items() if k not in ("schema", "version")}
@@ -51,7 +44,7 @@ def from_dict(data: Any, *, strict: bool = True) -> Plan:
     for key, (given, known) in words.items():
         for word in given:
             if word not in known:
-                raise RematError(f"the plan: {key} is one of {', '.join(known)}, got {_shown(word)}.")
+                raise RematError(f"the plan: {key} is one of {', '.join(known)}, got {shown(word)}.")
     return plan
 
 
@@ -76,11 +69,7 @@ def read(path: Any, *, strict: bool = True) -> Plan:
         raise RematError(f"cannot read a plan from {path!r:.200}: {error}") from None
     if len(text) > _MOST:
         raise RematError(f"{path!r:.200} is larger than a plan can be ({_MOST >> 20} Mi characters).")
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RematError(f"{path!r:.200} is not JSON: {str(error)[:200]}") from None
-    return from_dict(data, strict=strict)
+    return from_dict(loads(text, "plan"), strict=strict)
 
 
 def _plain(x: Any) -> Any:
@@ -96,7 +85,7 @@ def _plain(x: Any) -> Any:
 def _record(kind: type, data: Any, what: str) -> Any:
     """Reads a dataclass by the types of its fields."""
     if not isinstance(data, Mapping):
-        raise RematError(f"{what} is an object, got {_shown(data)}.")
+        raise RematError(f"{what} is an object, got {shown(data)}.")
     hints = typing.get_type_hints(kind)
     names = [f.name for f in dataclasses.fields(kind)]
     missing, unknown = [n for n in names if n not in data], [str(k)[:80] for k in data if k not in names]
@@ -112,7 +101,7 @@ def _value(kind: Any, data: Any, what: str) -> Any:
         return None if data is None else _value(next(a for a in args if a is not type(None)), data, what)
     if typing.get_origin(kind) is tuple:
         if not isinstance(data, (list, tuple)):
-            raise RematError(f"{what} is a list, got {_shown(data)}.")
+            raise RematError(f"{what} is a list, got {shown(data)}.")
         return tuple(_value(args[0], v, f"{what}[{i}]") for i, v in enumerate(data))
     if kind is Policy:
         try:
@@ -129,12 +118,4 @@ def _value(kind: Any, data: Any, what: str) -> Any:
     if kind in (str, bool) and isinstance(data, kind):
         return data
     expected = {float: "a number from 0 on", int: "a whole number from 0 on", str: "text", bool: "true or false"}[kind]
-    raise RematError(f"{what} is {expected}, got {_shown(data)}.")
-
-
-def _shown(x: Any) -> str:
-    try:
-        text = repr(x)
-    except (ValueError, RecursionError):
-        text = f"a {type(x).__name__}"
-    return text if len(text) <= 80 else text[:77] + "..."
+    raise RematError(f"{what} is {expected}, got {shown(data)}.")

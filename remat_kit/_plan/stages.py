@@ -73,7 +73,7 @@ def stages(loss: Loss, local: Sequence[int], rates: Rates, *, by_name: bool = Fa
     candidates = blocks.find(jaxpr)
     lin = linearize(jaxpr, loss.differentiated, loss.outputs, without_remat=True, backward=False)
     chosen = blocks.choose(jaxpr, candidates, default.kept(lin))
-    chosen = sorted([*chosen, *blocks.rest(jaxpr, chosen)], key=_order)
+    chosen = sorted([*chosen, *blocks.rest(chosen, candidates)], key=_order)
     opener = _Opener(jaxpr, loss.differentiated, rates, by_name)
     found = tuple(opener.stage(c) for c in chosen)
     gradients = sum(n for n, d in zip(local, loss.differentiated, strict=True) if d)

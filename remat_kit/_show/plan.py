@@ -114,20 +114,25 @@ def _parts(p: Plan) -> str:
     q = p.predicted
     return (
         f"{format_bytes(p.peak_bytes)}{' compiled' if p.measured is not None else ''}; "
-        f"{format_bytes(q.peak_bytes)} were predicted: arguments {format_bytes(q.argument_bytes)} + outputs "
-        f"{format_bytes(q.output_bytes)} + kept {format_bytes(q.kept_bytes + q.other_bytes)} + the backward pass of "
-        f"{q.binding or 'the program'} {format_bytes(q.working_bytes)}."
+        f"{format_bytes(q.peak_bytes)} were predicted, in the backward pass of {_where(p)}: {_made_of(p)}."
+    )
+
+
+def _made_of(p: Plan) -> str:
+    """What the predicted peak is made of."""
+    q = p.predicted
+    return (
+        f"arguments {format_bytes(q.argument_bytes)} + outputs {format_bytes(q.output_bytes)} + kept "
+        f"{format_bytes(q.kept_bytes + q.other_bytes)} + working set {format_bytes(q.working_bytes)}"
     )
 
 
 def _binding(p: Plan) -> str:
-    q = p.predicted
-    return (
-        f"The peak lies in the backward pass of {q.binding or 'the program'}: arguments "
-        f"{format_bytes(q.argument_bytes)}, outputs {format_bytes(q.output_bytes)}, kept "
-        f"{format_bytes(q.kept_bytes + q.other_bytes)}, working set "
-        f"{format_bytes(q.working_bytes)} (predicted)."
-    )
+    return f"The peak lies in the backward pass of {_where(p)}: {_made_of(p)} (predicted)."
+
+
+def _where(p: Plan) -> str:
+    return printable(p.predicted.binding) or "the program"
 
 
 def print_frontier(f: Frontier, console: Console | None = None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,8 @@ from typing import Any
 from remat_kit._trace import cost, jaxprs, marks
 from remat_kit._trace.jaxprs import CallKind, JaxprEqn, Var
 
-KINDS = ("module", "scan", "checkpoint", "segment", "whole")
+KINDS = ("module", "scan", "checkpoint", "segment", "whole", "rest")
+REST = "rest_"  # how the paths of the parts between blocks begin
 Site = tuple[tuple[int, tuple[str, int | None]], ...]
 
 
@@ -26,7 +28,7 @@ class Candidate:
 
     Attributes:
       kind: "module" (a module call or marked function), "scan" (its body), "checkpoint" (an existing
-        region), "segment" or "whole".
+        region), "segment", "whole", or "rest" (a part between blocks).
       path: its name, unique in the program.
       site: the program it stands in: from the root, the index of each equation and the key of its call.
       outer: the equations of `site`.
@@ -360,12 +362,7 @@ def part_of(c: Candidate, part: tuple[int, int | None]) -> Candidate | None:
     return dataclasses.replace(c, path=path, trips=n, runs=c.runs // c.trips * n, span=(first, last))
 
 
-def is_rest(path: str) -> bool:
-    """Whether a path is that of a part between blocks, see `rest`."""
-    return re.fullmatch(r"rest_\d+", path) is not None
-
-
-def rest(jaxpr: Any, chosen: Sequence[Candidate]) -> list[Candidate]:
+def rest(chosen: Sequence[Candidate], candidates: Sequence[Candidate]) -> list[Candidate]:
     """The parts of a program before, between and behind chosen blocks that stand side by side: ``rest_0``, ...
 
     Where blocks stand in several programs, the parts of the outermost one.
@@ -390,7 +387,9 @@ def rest(jaxpr: Any, chosen: Sequence[Candidate]) -> list[Candidate]:
         if run and run[0] not in uncut and i not in uncut:
             found.append(tuple(run))
         run = []
-    return [Candidate("segment", f"rest_{k}", site, outer, owner, eqns) for k, eqns in enumerate(found)]
+    taken_paths = {c.path for c in candidates}
+    paths = (path for k in itertools.count() if (path := f"{REST}{k}") not in taken_paths)
+    return [Candidate("rest", next(paths), site, outer, owner, eqns) for eqns in found]
 
 
 def _refs_alive(owner: Any) -> set[int]:
