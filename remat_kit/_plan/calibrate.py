@@ -66,14 +66,19 @@ class Line:
             return (self.fixed_bytes, self.fixed_bytes), self.share
         below = [p for p in self.points if p[axis] <= at]
         above = [p for p in self.points if p[axis] > at]
-        if not below or not above:
-            return (above[0] if above else below[-1]), self.share
-        (x, y), (x2, y2) = below[-1], above[0]
-        slope = (y2 - y) / (x2 - x) if x2 > x else self.share
-        return (x, y), min(max(slope, self.share / _BEND), self.share * _BEND)
+        if below and above:
+            return below[-1], self._slope(below[-1], above[0])
+        nearest, *others = self.points if above else self.points[::-1]
+        further = next((p for p in others if abs(p[0] - nearest[0]) >= _APART * nearest[0]), None)
+        return nearest, self.share if further is None else self._slope(further, nearest)
+
+    def _slope(self, a: tuple[float, float], b: tuple[float, float]) -> float:
+        slope = (b[1] - a[1]) / (b[0] - a[0]) if b[0] != a[0] else self.share
+        return min(max(slope, self.share / _BEND), self.share * _BEND)
 
 
-_BEND = 4  # what lies between two trials is no steeper or flatter than this
+_BEND = 4  # what lies between or beyond two trials is no steeper or flatter than this
+_APART = 0.05  # trials nearer to each other than this say nothing of what lies beyond them
 
 
 def search(
