@@ -107,7 +107,7 @@ def marked_layers(ws, x):
         (lambda: linen(Tied()), ("layer", "layer#2", "layer#3")),
         (lambda: linen(Decorated()), ("first", "second")),
         (lambda: (chunked_layers, (WS, X)), ("scan",)),
-        (lambda: (jitted_layers, (WS, X)), ("segment_0", "segment_1", "segment_2")),
+        (lambda: (jitted_layers, (WS, X)), tuple(f"segment_{i}" for i in range(5))),
         (lambda: (marked_layers, (WS, X)), ("mlp", "mlp#2", "mlp#3")),
         (lambda: (lambda w, x: jnp.sum(jnp.sin(x @ w[0])), (WS, X)), ("whole",)),
     ],

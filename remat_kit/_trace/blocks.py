@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from remat_kit._trace import cost, jaxprs, marks
+from remat_kit._trace import cost, jaxprs, marks, narrow
 from remat_kit._trace.jaxprs import CallKind, JaxprEqn, Var
 
 KINDS = ("module", "scan", "checkpoint", "segment", "whole", "rest")
@@ -301,11 +300,8 @@ def _pattern(path: str) -> str:
     return re.sub(r"\d+", "{}", re.sub(r"#\d+", "", path))
 
 
-def segments(jaxpr: Any, most: int | None = None) -> list[Candidate]:
-    """Cuts a program without layers at narrow places into about the square root of its matmuls' number.
-
-    The square root rule is that of Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
-    """
+def segments(jaxpr: Any) -> list[Candidate]:
+    """Cuts a program without layers at its narrow places; one block, the whole of it, where cutting gains nothing."""
     owner = jaxprs.opened(jaxpr)
     site: Site = ()
     outer: tuple[JaxprEqn, ...] = ()
@@ -313,29 +309,12 @@ def segments(jaxpr: Any, most: int | None = None) -> list[Candidate]:
         site, outer = (*site, (0, inner[0].key)), (*outer, owner.eqns[0])
         owner = jaxprs.opened(inner[0].jaxpr)
     n = len(owner.eqns)
-    flops = [cost.eqn_flops(e) for e in owner.eqns]
-    heavy = sum(map(cost.is_matmul, owner.eqns)) or sum(f * 5 >= max(flops, default=0) > 0 for f in flops)
-    wanted = math.isqrt(heavy) if most is None else most
-    if wanted < 2:
+    cuts = narrow.cuts(owner)
+    if not cuts:
         return [Candidate("whole", "whole", site, outer, owner, tuple(range(n)))] if n else []
-    live, uncut = _live_bytes(owner), _refs_alive(owner)
-    done, total, cuts = 0, sum(flops), []
-    sums = []
-    for f in flops:
-        done += f
-        sums.append(done)
-    for k in range(1, wanted):
-        ideal = k * total / wanted
-        slack = total / (2 * wanted)
-        near = [i for i in range(1, n) if abs(sums[i - 1] - ideal) <= slack and (not cuts or i > cuts[-1])]
-        near = [i for i in near if i not in uncut]
-        if near:
-            cuts.append(min(near, key=lambda i: (live[i], abs(sums[i - 1] - ideal))))
-    bounds = [0, *cuts, n]
     return [
         Candidate("segment", f"segment_{k}", site, outer, owner, tuple(range(a, b)))
-        for k, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
-        if a < b
+        for k, (a, b) in enumerate(itertools.pairwise([0, *cuts, n]))
     ]
 
 
@@ -377,7 +356,7 @@ def rest(chosen: Sequence[Candidate], candidates: Sequence[Candidate]) -> list[C
             return []
         mine = c.eqns if c.site == site else (c.site[len(site)][0],)
         taken |= set(range(min(mine), max(mine) + 1))
-    uncut = _refs_alive(owner)
+    uncut = narrow.refs_alive(owner)
     found: list[tuple[int, ...]] = []
     run: list[int] = []
     for i in range(len(owner.eqns) + 1):
@@ -390,34 +369,3 @@ def rest(chosen: Sequence[Candidate], candidates: Sequence[Candidate]) -> list[C
     taken_paths = {c.path for c in candidates}
     paths = (path for k in itertools.count() if (path := f"{REST}{k}") not in taken_paths)
     return [Candidate("rest", next(paths), site, outer, owner, eqns) for eqns in found]
-
-
-def _refs_alive(owner: Any) -> set[int]:
-    """The places between the making and the last use of a mutable reference: a block cannot hand one on."""
-    made = {v: i for i, e in enumerate(owner.eqns) for v in e.outvars if jaxprs.is_ref(v.aval)}
-    uses = [(made[v], i) for i, e in enumerate(owner.eqns) for v in e.invars if isinstance(v, Var) and v in made]
-    return {k for a, b in uses for k in range(a + 1, b + 1)}
-
-
-def _live_bytes(owner: Any) -> list[int]:
-    """Bytes of intermediates alive before each equation (and after the last)."""
-    n = len(owner.eqns)
-    last: dict[Var, int] = {}
-    for i, e in enumerate(owner.eqns):
-        for v in e.invars:
-            if isinstance(v, Var):
-                last[v] = i
-    for v in owner.outvars:
-        if isinstance(v, Var):
-            last[v] = n
-    change = [0] * (n + 2)
-    for i, e in enumerate(owner.eqns):
-        for v in e.outvars:
-            if v in last:
-                change[i + 1] += jaxprs.nbytes(v.aval)
-                change[last[v] + 1] -= jaxprs.nbytes(v.aval)
-    live, now = [], 0
-    for i in range(n + 1):
-        now += change[i]
-        live.append(now)
-    return live
