@@ -10,6 +10,7 @@ from typing import Any
 
 from remat_kit import _adapters, _limits
 from remat_kit._errors import RematError, near_matches
+from remat_kit._every import Every, thinned
 from remat_kit._globs import matches
 from remat_kit._matching import check_names, warn_unmatched
 from remat_kit._policy import Policy, policy
@@ -105,7 +106,7 @@ class Planned(abc.ABC):
 class Rules:
     """What a user asked of `apply`: policies by block glob, in order; the glob None means the default blocks."""
 
-    items: tuple[tuple[str | None, Policy], ...]
+    items: tuple[tuple[str | None, Policy | Every], ...]
     plan: Planned | None = None
 
     @classmethod
@@ -118,18 +119,31 @@ class Rules:
         if isinstance(spec, Planned):
             return cls(spec.items(), spec)
         if not isinstance(spec, Mapping):
-            return cls(((None, policy(spec)),))
+            return cls(((None, _policy_of(spec)),))
         if not spec:
             raise RematError("an empty mapping of blocks to policies: name at least one block, or pass one policy.")
         for key in spec:
             if not isinstance(key, str) or not key:
                 raise RematError(f"blocks are chosen by globs on their paths, got the key {key!r}.")
-        return cls(tuple((k, policy(v)) for k, v in spec.items()))
+        return cls(tuple((k, _policy_of(v)) for k, v in spec.items()))
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """All policies in it."""
+        return tuple(p.policy if isinstance(p, Every) else p for _, p in self.items)
 
     def __str__(self) -> str:
         if self.plan is not None:
             return self.plan.title
-        return "; ".join(f"{k}: {p.name or p}" if k is not None else p.name or str(p) for k, p in self.items)
+        return "; ".join(f"{k}: {_title(p)}" if k is not None else _title(p) for k, p in self.items)
+
+
+def _policy_of(spec: Any) -> Policy | Every:
+    return spec if isinstance(spec, Every) else policy(spec)
+
+
+def _title(p: Policy | Every) -> str:
+    return str(p) if isinstance(p, Every) else p.name or str(p)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -155,10 +169,10 @@ def select(traced: tracing.Traced, rules: Rules) -> Chosen:
     """
     candidates = blocks.find(traced.jaxpr)
     if not rules.items:
-        taken: list[tuple[Candidate, Policy]] = []
+        matched: list[tuple[Candidate, Policy | Every]] = []
     elif rules.items[0][0] is None:
         policy = rules.items[0][1]
-        taken = [(c, policy) for c in default_blocks(traced, candidates)]
+        matched = [(c, policy) for c in default_blocks(traced, candidates)]
     else:
         globs = [(str(g), p) for g, p in rules.items]
         pieces = blocks.segments(traced.jaxpr)
@@ -169,9 +183,10 @@ def select(traced: tracing.Traced, rules: Rules) -> Chosen:
             for g, p in globs
             if g.startswith(blocks.REST) and not any(matches(g, c.path, "/") for c in candidates)
         ]
-        taken = _by_glob(candidates, [item for item in globs if item not in rest])
+        matched = _by_glob(candidates, [item for item in globs if item not in rest])
         if rest:
-            taken += _by_glob(blocks.rest([c for c, _ in taken], candidates), rest)
+            matched += _by_glob(blocks.rest([c for c, _ in matched], candidates), rest)
+    taken = thinned(matched)
     mine = {id(c) for c, _ in taken}
     around = {id(a) for c, _ in taken for a in c.ancestors()}
     removed = [
@@ -187,16 +202,18 @@ def select(traced: tracing.Traced, rules: Rules) -> Chosen:
     return Chosen(tuple(taken), tuple(dict.fromkeys(removed)), tuple(dict.fromkeys(replaced)))
 
 
-def _by_glob(candidates: Sequence[Candidate], items: Sequence[tuple[str, Policy]]) -> list[tuple[Candidate, Policy]]:
+def _by_glob(
+    candidates: Sequence[Candidate], items: Sequence[tuple[str, Policy | Every]]
+) -> list[tuple[Candidate, Policy | Every]]:
     """The blocks that globs match, outer ones first, each with the policy of the first glob that matches it.
 
     A glob with a part (``layers@0:4``) speaks of some iterations of a scan; those that are left get what comes next.
     """
     paths = list(dict.fromkeys(c.path for c in candidates))
-    taken: list[tuple[Candidate, Policy]] = []
+    taken: list[tuple[Candidate, Policy | Every]] = []
     inside: set[int] = set()
     decided: set[str] = set()
-    asked: list[tuple[str, str, tuple[int, int | None] | None, Policy]] = []
+    asked: list[tuple[str, str, tuple[int, int | None] | None, Policy | Every]] = []
     for g, p in items:  # "@" may stand in a module's own name
         base, part = (g, None) if any(matches(g, path, "/") for path in paths) else blocks.split_part(g)
         asked.append((g, base, part, p))
@@ -254,7 +271,7 @@ def rewritten(traced: tracing.Traced, rules: Rules, *, in_loop: bool = False) ->
     Args:
       in_loop: whether it is to be evaluated directly in the body of a loop.
     """
-    check_names(traced.jaxpr, [p for _, p in rules.items])
+    check_names(traced.jaxpr, rules.policies)
     chosen = select(traced, rules)
     if rules.plan is not None:
         rules.plan.check(chosen.blocks, blocks.find(traced.jaxpr))

@@ -28,7 +28,7 @@ def notes(
       removed, replaced: paths of existing regions that gave way, or whose policy was replaced.
     """
     found: list[str] = _sharded(entries, sharded)
-    if rules is not None and [c.kind for c in blocks] == ["whole"] and rules.items[0][1].is_full:
+    if rules is not None and [c.kind for c in blocks] == ["whole"] and rules.policies[0].is_full:
         found.append(
             "The program is one block. Remat of a whole program saves little: the backward pass starts by computing "
             "all of it again."
@@ -65,7 +65,7 @@ def _batched_products(written: Any, rules: Any) -> list[str]:
         native = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         programs = [Level(r.jaxpr) for r in regions if r is not None and r.policy is native]
     else:
-        asks = [r for _, p in rules.items for r in p.rules if r.selector.batch_dims is False]
+        asks = [r for p in rules.policies for r in p.rules if r.selector.batch_dims is False]
         programs = [Level(written)] if asks else []
     found = [
         e

@@ -130,8 +130,8 @@ def _removes_remat(policy: Policies, *, whole_step: bool) -> bool:
     """Whether a policy leaves nothing rematerialized: one for all blocks of a loss, those of a step's marked blocks."""
     if policy is None:
         return False
-    items = Rules.of(policy).items
-    return all(not p.remat for _, p in items) and (whole_step or items[0][0] is None)
+    rules = Rules.of(policy)
+    return all(not p.remat for p in rules.policies) and (whole_step or rules.items[0][0] is None)
 
 
 def _flops_without_remat(setting: Setting, fun: Any, args: Any, kwargs: Any, found: Mapping[str, Measurement]) -> int:

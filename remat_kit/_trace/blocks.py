@@ -332,13 +332,16 @@ def split_part(path: str) -> tuple[str, tuple[int, int | None] | None]:
 
 
 def part_of(c: Candidate, part: tuple[int, int | None]) -> Candidate | None:
-    """A part of a scan; None if the scan has no such iterations."""
-    first, last = part[0], c.trips if part[1] is None else part[1]
-    if c.kind != "scan" or not 0 <= first < last <= c.trips:
+    """A part of a scan, or of a part of one; None if that has no such iterations."""
+    begin, path = (0, c.path) if c.span is None else (c.span[0], split_part(c.path)[0])
+    end = begin + c.trips
+    first, last = part[0], end if part[1] is None else part[1]
+    if c.kind != "scan" or not begin <= first < last <= end:
         return None
     n = last - first
-    path = part_path(c.path, first, last)
-    return dataclasses.replace(c, path=path, trips=n, runs=c.runs // c.trips * n, span=(first, last))
+    return dataclasses.replace(
+        c, path=part_path(path, first, last), trips=n, runs=c.runs // c.trips * n, span=(first, last)
+    )
 
 
 def rest(chosen: Sequence[Candidate], candidates: Sequence[Candidate]) -> list[Candidate]:

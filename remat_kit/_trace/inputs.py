@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -95,10 +96,26 @@ def _is_static(x: Any) -> bool:
 
 def seal(tree: Any) -> Any:
     """The same pytree with each static leaf in a `Static`."""
+    tree = _seal_settings(tree)
     leaves, treedef = jax.tree.flatten(tree)
     if all(map(is_dynamic, leaves)):
         return tree
     return jax.tree.unflatten(treedef, [x if is_dynamic(x) else Static(x) for x in leaves])
+
+
+def _seal_settings(tree: Any) -> Any:
+    """The same pytree with the Python numbers of Equinox modules in a `Static` each.
+
+    There they are settings, such as `Dropout.inference`: Equinox's transforms trace arrays only.
+    """
+    if "equinox" not in sys.modules:
+        return tree
+    module = sys.modules["equinox"].Module
+
+    def sealed(x: Any) -> Any:
+        return jax.tree.map(lambda y: Static(y) if type(y) in _NUMBERS else y, x) if isinstance(x, module) else x
+
+    return jax.tree.map(sealed, tree, is_leaf=lambda x: isinstance(x, module))
 
 
 def unseal(tree: Any) -> Any:

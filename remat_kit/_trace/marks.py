@@ -53,7 +53,7 @@ def read(modules: Sequence[Any] = ()) -> Iterator[None]:
     Paths start anew in a reading inside another one, so that a block sees the same paths in both.
 
     Args:
-      modules: the NNX modules that the program is given, from which paths start.
+      modules: what the program is given: the NNX and Equinox modules in it are where paths start.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_reading("program" if modules else "block"))  # apart in JAX's caches
@@ -61,10 +61,14 @@ def read(modules: Sequence[Any] = ()) -> Iterator[None]:
             from remat_kit import _linen_marks
 
             stack.enter_context(_linen_marks.marking())
-        if "flax.nnx" in sys.modules:
-            from remat_kit import _nnx_marks
+        if "haiku" in sys.modules:
+            from remat_kit import _haiku_marks
 
-            stack.enter_context(_nnx_marks.marking())
+            stack.enter_context(_haiku_marks.marking())
+        if "flax.nnx" in sys.modules or "equinox" in sys.modules:
+            from remat_kit import _call_marks
+
+            stack.enter_context(_call_marks.marking())
         token = _frames.set((Frame(module=tuple(modules)),))
         stack.callback(_frames.reset, token)
         yield
@@ -95,11 +99,30 @@ def mark(name: str, module: Any = None, path: tuple[str, ...] | None = None) -> 
 
 
 @contextlib.contextmanager
+def method(module: Any, path: Sequence[str], called: str) -> Iterator[None]:
+    """Marks one call of a method of a module whose absolute path the framework knows.
+
+    Private methods are not marked, nor is what the module that is running calls of itself.
+    """
+    frames, path = _frames.get(), tuple(path)
+    above = frames[-1].path if frames else None
+    private = called.startswith("_") != (called == "__call__")
+    if not frames or private or (path == above and frames[-1].module is not None):
+        yield
+        return
+    name = "/".join(path[len(above) :] if above is not None and path[: len(above)] == above else path)
+    if called != "__call__" and name:
+        name += "." + called
+    with mark(name, module=module, path=path):
+        yield
+
+
+@contextlib.contextmanager
 def given(module: Any = None, path: tuple[str, ...] | None = None) -> Iterator[None]:
     """Names what paths start from, where it is put together only inside a reading.
 
     Args:
-      module: an NNX module, or a tuple of those that may be called.
+      module: an NNX or Equinox module, or a tuple of those that may be called.
       path: the absolute path of a Linen module.
     """
     open_marks = _frames.get()

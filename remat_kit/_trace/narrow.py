@@ -27,22 +27,31 @@ def cuts(owner: Any) -> list[int]:
     made = np.concatenate([[0], np.cumsum([_computed_bytes(e) for e in owner.eqns])])
     spans = _spans(owner)
     places = np.array([0, *_places(owner, spans, made), n])
-    handed_on = _handed_on(places, spans)
-    inside = made[places][None, :] - made[places][:, None]  # [i, j]: bytes computed between two places
-    best, best_total = [], float(made[-1])
-    limit = best_total / 2
+    inside = made[places][None, :] - made[places][:, None]
+    return [int(places[c]) for c in best(_handed_on(places, spans), inside)]
+
+
+def best(handed_on: np.ndarray, inside: np.ndarray) -> list[int]:
+    """The places where cutting leaves least in memory: all that is handed on, and the most inside any segment.
+
+    Args:
+      handed_on: [i, j]: bytes that a segment from place i to place j adds to what later segments read. Places 0 and
+        n - 1 are the ends.
+      inside: [i, j]: bytes that it holds while it is differentiated.
+    """
+    n = len(inside)
+    found, least = [], float(inside[0, -1])
+    limit = least / 2
     while limit >= 1:
-        found = _cheapest(handed_on, inside, limit)
-        if found is None:
+        cheapest = _cheapest(handed_on, inside, limit)
+        if cheapest is None or cheapest[0] >= least:
             break
-        kept, chosen = found
-        if kept >= best_total:
-            break
-        held = max(inside[a, b] for a, b in itertools.pairwise([0, *chosen, len(places) - 1]))
-        if kept + held < best_total:
-            best, best_total = [int(places[c]) for c in chosen], kept + held
+        kept, chosen = cheapest
+        held = max(inside[a, b] for a, b in itertools.pairwise([0, *chosen, n - 1]))
+        if kept + held < least:
+            found, least = chosen, kept + held
         limit = min(limit * _FINER, held - 1)
-    return best
+    return found
 
 
 _FINER = 0.95  # the sum is the least one to within this

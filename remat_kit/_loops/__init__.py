@@ -1,0 +1,1 @@
+"""Loops and chains that are rematerialized: scan, while_loop, sequential."""

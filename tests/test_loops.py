@@ -1,0 +1,340 @@
+"""scan and while_loop: the values and gradients of JAX's own loops, and no more steps and states than promised."""
+
+import collections
+import itertools
+import math
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import held, regions
+from hypothesis import strategies as st
+
+import remat_kit as rk
+from remat_kit._loops import revolve
+
+W = 0.5 * jax.random.normal(jax.random.key(0), (3, 3))
+XS = jax.random.normal(jax.random.key(1), (40, 3))
+
+
+def layer(w):
+    """A step with an integer in its carry, a leaf that is None, and outputs of two kinds."""
+
+    def step(carry, x):
+        h, count, nothing = carry
+        inner = rk.checkpoint_name(h @ w.astype(h.dtype) + x["x"].astype(h.dtype), "inner")
+        h = jnp.tanh(inner)
+        return (h, count + x["k"], nothing), {"sum": jnp.sum(h), "count": count, "none": None}
+
+    return step
+
+
+def loss(scan, dtype, reverse=False, **options):
+    """A loss of a scan in everything that goes into it."""
+
+    def fn(w, h, xs):
+        xs = {"x": xs, "k": jnp.arange(len(xs))}
+        carry, ys = scan(layer(w), (h.astype(dtype), 0, None), xs, reverse=reverse, **options)
+        weights = 1.0 + jnp.arange(len(ys["sum"]))
+        total = jnp.sum(carry[0] ** 2) + jnp.sum(weights * ys["sum"]) / len(weights)
+        return total.astype(jnp.float32), (carry, ys)
+
+    return fn
+
+
+MODES = st.one_of(
+    st.fixed_dictionaries({"policy": st.sampled_from([None, "full", "none", "dots", "save(name='inner')"])}),
+    st.fixed_dictionaries(
+        {"segments": st.one_of(st.integers(1, 41), st.just("sqrt")), "policy": st.sampled_from([None, "none", "dots"])}
+    ),
+    st.fixed_dictionaries(
+        {
+            "segments": st.just("binomial"),
+            "checkpoints": st.one_of(st.none(), st.integers(1, 41)),
+            "policy": st.sampled_from([None, "dots"]),
+        }
+    ),
+    st.just({"policy": list}),
+)
+
+
+@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+@hypothesis.given(
+    length=st.integers(1, 40),
+    mode=MODES,
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
+    reverse=st.booleans(),
+    unroll=st.sampled_from([1, 3]),
+    data=st.data(),
+)
+def test_scan_is_the_scan_of_jax(length, mode, dtype, reverse, unroll, data):
+    if mode["policy"] is list:
+        each = st.sampled_from(["full", "none", "dots"])
+        mode = {"policy": data.draw(st.lists(each, min_size=length, max_size=length))}
+    args = (W, jnp.ones(3), XS[:length])
+    wanted, theirs = (
+        jax.value_and_grad(loss(scan, dtype, reverse, unroll=unroll, **options), (0, 1, 2), has_aux=True)(*args)
+        for scan, options in ((jax.lax.scan, {}), (rk.scan, mode))
+    )
+    tol = 1e-5 if dtype == jnp.float32 else 0.05
+    assert jax.tree.structure(wanted) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        np.testing.assert_allclose(np.asarray(a, float), np.asarray(b, float), rtol=tol, atol=tol)
+
+
+# How much is kept -----------------------------------------------------------------------------------------------------
+
+
+def chain(length, **options):
+    """A scan of a step that keeps several values of its own, over one array of 16 floats."""
+
+    def fn(h):
+        return jnp.sum(rk.scan(lambda h, _: (jnp.sin(jnp.tanh(jnp.sin(h))), None), h, None, length, **options)[0])
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("options", "carries"),
+    [
+        ({}, 36),
+        ({"segments": "sqrt"}, 6),
+        ({"segments": 4}, 4),
+        ({"segments": "binomial", "checkpoints": 3}, 4),
+        ({"segments": "binomial", "checkpoints": 1}, 2),
+    ],
+)
+def test_the_backward_pass_holds_so_many_carries(options, carries):
+    h = jax.ShapeDtypeStruct((16,), jnp.float32)
+    got = held(chain(36, **options), h) / 64
+    assert carries <= got <= carries + 1.2  # the argument, counters and places
+
+
+def steps_run(fn, *args):
+    """How often a step runs in a function."""
+    ran = collections.Counter()
+
+    def count():
+        ran["steps"] += 1
+
+    def step(h, _):
+        jax.debug.callback(count)
+        return jnp.sin(h), None
+
+    jax.block_until_ready(fn(step, *args))
+    jax.effects_barrier()
+    return ran["steps"]
+
+
+LENGTHS = [(1, 1), (7, 1), (2, 3), (10, 3), (20, 3), (21, 3), (33, 4), (40, 9)]
+
+
+@pytest.mark.parametrize(("length", "checkpoints"), LENGTHS)
+def test_binomial_advances_as_often_as_the_closed_form_says(length, checkpoints):
+    """Griewank and Walther 2000: r * n - comb(c + r, c + 1), the first pass but for its last step included."""
+
+    def fn(step, h):
+        return jax.grad(lambda h: rk.scan(step, h, None, length, segments="binomial", checkpoints=checkpoints)[0])(h)
+
+    r = next(r for r in itertools.count() if math.comb(checkpoints + r, checkpoints) >= length)
+    optimum = r * length - math.comb(checkpoints + r, checkpoints + 1) if length > 1 else 0
+    last_step_and_derivatives = 1 + length
+    assert steps_run(fn, 1.0) == optimum + last_step_and_derivatives
+
+
+def test_the_closed_form_is_the_optimum():
+    fewest = {}
+    for c, n in itertools.product(range(1, 6), range(1, 40)):
+        tries = [m + fewest[n - m, c - 1] + fewest[m, c] for m in range(1, n)] if c > 1 else [n * (n - 1) // 2]
+        fewest[n, c] = min(tries, default=0)
+        assert revolve.advances(n, c) == fewest[n, c]
+        kept = [*revolve.kept(n, c), n]
+        gaps = [b - a for a, b in itertools.pairwise(kept)]
+        first = sum(fewest.get((g - (k == len(gaps) - 1), c - k), 0) for k, g in enumerate(gaps))
+        assert n - 1 + first == fewest[n, c]
+
+
+@pytest.mark.parametrize("checkpoints", [1, 2, 4, 9, 16])
+def test_online_places_are_near_the_optimum(checkpoints):
+    table = revolve.online_slots(600, checkpoints)
+    ratios = []
+    for n in range(checkpoints + 2, 600, 7):
+        held = {int(place): step for step, place in enumerate(table[:n]) if place < checkpoints}
+        kept = [*sorted(held.values()), n]
+        gaps = [b - a for a, b in itertools.pairwise(kept)]
+        after = sum(revolve.advances(g - (k == len(gaps) - 1), checkpoints - k) for k, g in enumerate(gaps))
+        ratios.append((n - 1 + after) / revolve.advances(n, checkpoints))
+    assert min(ratios) >= 1 and np.mean(ratios) < 1.03 and max(ratios) < (1.06 if checkpoints >= 16 else 1.3)
+
+
+# while_loop -----------------------------------------------------------------------------------------------------------
+
+
+def decay(limit):
+    def cond(state):
+        return jnp.sum(state["h"] ** 2) > limit
+
+    def body(w):
+        def step(state):
+            return {"h": 0.97 * jnp.tanh(state["h"] @ w), "count": state["count"] + 1, "none": None}
+
+        return step
+
+    return cond, body
+
+
+@pytest.mark.parametrize("checkpoints", [1, 2, 5, 30, None])
+@pytest.mark.parametrize("limit", [10.0, 1.5, 0.3])
+def test_while_loop_is_differentiated_in_reverse(checkpoints, limit):
+    cond, body = decay(limit)
+    w, h = jnp.eye(3) + 0.01 * W, jnp.ones(3)
+
+    def by_hand(w, h, steps):
+        state = {"h": h, "count": 0, "none": None}
+        for _ in range(steps):
+            state = body(w)(state)
+        return jnp.sum(state["h"] ** 2) * state["count"]
+
+    def fn(w, h):
+        state = {"h": h, "count": 0, "none": None}
+        out = rk.while_loop(cond, body(w), state, max_steps=90, checkpoints=checkpoints)
+        return jnp.sum(out["h"] ** 2) * out["count"], out["count"]
+
+    (value, steps), got = jax.jit(jax.value_and_grad(fn, (0, 1), has_aux=True))(w, h)
+    plain = jax.lax.while_loop(cond, body(w), {"h": h, "count": 0, "none": None})
+    assert steps == plain["count"]
+    wanted_value, wanted = jax.value_and_grad(by_hand, (0, 1))(w, h, int(steps))
+    np.testing.assert_allclose(value, wanted_value, rtol=1e-5)
+    for a, b in zip(wanted, got, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def test_while_loop_in_other_transformations():
+    cond, body = decay(0.3)
+
+    def fn(h):
+        return jnp.sum(rk.while_loop(cond, body(W + jnp.eye(3)), {"h": h, "count": 0, "none": None}, max_steps=50)["h"])
+
+    def by_scan(h):
+        def step(state, _):
+            new = body(W + jnp.eye(3))(state)
+            return jax.tree.map(lambda a, b: jnp.where(cond(state), a, b), new, state), None
+
+        return jnp.sum(jax.lax.scan(step, {"h": h, "count": 0, "none": None}, None, 50)[0]["h"])
+
+    hs = jnp.stack([jnp.ones(3), 0.1 * jnp.ones(3), jnp.arange(3.0)])
+    np.testing.assert_allclose(jax.vmap(jax.grad(fn))(hs), jax.vmap(jax.grad(by_scan))(hs), rtol=1e-5, atol=1e-6)
+    twice = jax.jvp(jax.grad(fn), (hs[0],), (hs[2],))[1]
+    np.testing.assert_allclose(twice, jax.jvp(jax.grad(by_scan), (hs[0],), (hs[2],))[1], rtol=1e-4, atol=1e-5)
+    inside = jax.grad(lambda h: jax.lax.scan(lambda c, _: (c + fn(h * c), None), 1.0, None, 3)[0])
+    wanted = jax.grad(lambda h: jax.lax.scan(lambda c, _: (c + by_scan(h * c), None), 1.0, None, 3)[0])
+    np.testing.assert_allclose(inside(hs[0]), wanted(hs[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_while_loop_ends_after_max_steps_and_holds_its_checkpoints_only():
+    def fn(h, most, checkpoints):
+        return jnp.sum(rk.while_loop(lambda h: True, jnp.sin, h, max_steps=most, checkpoints=checkpoints))
+
+    h = jnp.linspace(0, 1, 16)
+    np.testing.assert_allclose(fn(h, 3, 2), jnp.sum(jnp.sin(jnp.sin(jnp.sin(h)))), rtol=1e-6)
+    np.testing.assert_array_equal(fn(h, 0, 2), jnp.sum(h))
+    few, many = (held(lambda h, n=n: fn(h, n, 6), h) for n in (100, 100_000))
+    assert few == many < 9 * 64
+
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+
+def test_only_what_is_differentiated_gets_a_gradient():
+    """Data that a loop reads is neither copied nor given a gradient of its size."""
+    xs = jnp.ones((50, 1000))
+
+    def fn(h):
+        step = lambda h, x: (jnp.sin(h) + jnp.mean(x), None)  # noqa: E731
+        return rk.scan(step, h, xs, segments="binomial", checkpoints=4)[0]
+
+    sizes = [v.aval.size for e in jax.make_jaxpr(jax.grad(fn))(1.0).eqns for v in e.outvars]
+    assert max(sizes) < xs.size
+
+
+def test_key_arrays_and_captured_values():
+    keys = jax.random.split(jax.random.key(0), 11)
+
+    def fn(scan, w, **options):
+        def step(carry, key):
+            h, own = carry
+            own, used = jax.random.split(own)
+            return (jnp.tanh(w * h) + jax.random.normal(key) + jax.random.normal(used), own), None
+
+        return scan(step, (w, jax.random.key(1)), keys, **options)[0][0]
+
+    wanted = jax.value_and_grad(lambda w: fn(jax.lax.scan, w))(0.3)
+    for options in ({}, {"segments": 3}, {"segments": "binomial", "checkpoints": 2}, {"policy": ["full"] * 11}):
+        np.testing.assert_allclose(jax.value_and_grad(lambda w, o=options: fn(rk.scan, w, **o))(0.3), wanted, rtol=1e-5)
+
+
+def test_policies_for_ranges_make_one_loop_for_each_run():
+    def fn(h):
+        policy = {range(0, 6, 2): "full", range(1, 6, 2): "full", range(6, 10): "none"}
+        return rk.scan(lambda h, _: (jnp.sin(jnp.sin(h)), None), h, None, 10, policy=policy)[0]
+
+    text = str(jax.make_jaxpr(fn)(1.0))
+    assert text.count(" scan[") == 2 and regions(fn, 1.0) == 1
+
+
+def test_a_block_name_reaches_the_step():
+    def fn(h):
+        return rk.scan(lambda h, _: (jnp.sin(jnp.sin(h)), None), h, None, 10, block="cell")[0]
+
+    assert rk.residuals(fn, 1.0).blocks == ("cell",)
+    with rk.override({"cell": "none"}):
+        assert regions(fn, 1.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"segments": 0}, "segments= is a number of segments"),
+        ({"segments": "log"}, "segments= is a number of segments"),
+        ({"segments": True}, "segments= is a number of segments"),
+        ({"checkpoints": 3}, 'goes with segments="binomial"'),
+        ({"segments": "binomial", "checkpoints": 0}, "1 or more, got 0"),
+        ({"segments": "binomial", "offload_carry": True}, "offload_carry= goes with"),
+        ({"policy": ["full"] * 3}, "3 entries for 10 steps"),
+        ({"policy": {range(0, 4): "full"}}, "says nothing of steps 4, 5, 6, 7, 8, 9 of 10"),
+        ({"policy": {range(0, 4): "full", range(3, 10): "dots"}}, "two entries for step 3"),
+        ({"policy": {range(0, 11): "full"}}, "speaks of step 10"),
+        ({"policy": {0: "full"}}, "by ranges"),
+        ({"policy": ["full"] * 10, "segments": 2}, "choose one"),
+        ({"policy": "none", "offload_carry": True}, 'policy= is "none"'),
+        ({"policy": "dotz"}, "dotz"),
+    ],
+)
+def test_options_that_make_no_sense(options, message):
+    with pytest.raises(rk.RematError, match=message):
+        rk.scan(lambda h, _: (jnp.sin(h), None), 1.0, None, 10, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"segments": 2}, {"segments": "binomial"}, {"policy": ["full"] * 4}])
+def test_errors_of_jax_stay_what_they_are(options):
+    with pytest.raises(TypeError, match="carry"):
+        rk.scan(lambda h, _: (jnp.stack([h, h]), None), 1.0, None, 4, **options)
+    with pytest.raises(ValueError, match="length"):
+        rk.scan(lambda h, x: (h + x, None), 1.0, jnp.ones(4), 5, **options)
+
+
+def test_a_step_that_writes_to_a_reference_is_refused():
+    ref = jax.new_ref(jnp.zeros(()))
+
+    def step(h, _):
+        ref[...] = h
+        return jnp.sin(h), None
+
+    for options in ({}, {"segments": 2}, {"segments": "binomial"}):
+        with pytest.raises(rk.RematError, match="mutable reference"):
+            rk.scan(step, 1.0, None, 4, **options)
+    with pytest.raises(rk.RematError, match="max_steps"):
+        rk.while_loop(lambda h: h > 0, jnp.sin, 1.0, max_steps=2.5)
