@@ -23,20 +23,8 @@ def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn
         return next_fun(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def called(module: nn.Module, method: str) -> Iterator[None]:
-    """Marks one call of a module's method, except of `setup`, private ones, and of the module that is running."""
-    frames = marks.frames()
-    private = method == "setup" or method.startswith("_") != (method == "__call__")
-    if not frames or module.scope is None or private:
-        yield
-        return
-    path, above = tuple(map(str, module.path)), frames[-1].path
-    if path == above and frames[-1].module is not None:  # it calls on; or a lifted transform's inner call
-        yield
-        return
-    name = "/".join(path[len(above) :] if above is not None and path[: len(above)] == above else path)
-    if method != "__call__" and name:
-        name += "." + method
-    with marks.mark(name, module=module, path=path):
-        yield
+def called(module: nn.Module, method: str) -> contextlib.AbstractContextManager[None]:
+    """Marks one call of a module's method; see `marks.method`."""
+    if module.scope is None or method == "setup":
+        return contextlib.nullcontext()
+    return marks.method(module, tuple(map(str, module.path)), method)

@@ -108,9 +108,9 @@ def _seal_settings(tree: Any) -> Any:
 
     There they are settings, such as `Dropout.inference`: Equinox's transforms trace arrays only.
     """
-    if "equinox" not in sys.modules:
+    if "equinox._module" not in sys.modules:
         return tree
-    module = sys.modules["equinox"].Module
+    module = sys.modules["equinox._module"].Module
 
     def sealed(x: Any) -> Any:
         return jax.tree.map(lambda y: Static(y) if type(y) in _NUMBERS else y, x) if isinstance(x, module) else x

@@ -20,6 +20,7 @@ import jax
 PREFIX = "rk:"  # one call of a module or a marked function
 _NUMBER = "@"
 BLOCK = "rk#"  # one block of a rewritten program
+CALLED = ("flax.nnx", "equinox._module")  # libraries whose modules are seen by their `__call__`
 
 _reading = jax.make_user_context(default_value=None)
 
@@ -61,11 +62,11 @@ def read(modules: Sequence[Any] = ()) -> Iterator[None]:
             from remat_kit import _linen_marks
 
             stack.enter_context(_linen_marks.marking())
-        if "haiku" in sys.modules:
+        if "haiku._src.module" in sys.modules:
             from remat_kit import _haiku_marks
 
             stack.enter_context(_haiku_marks.marking())
-        if "flax.nnx" in sys.modules or "equinox" in sys.modules:
+        if any(library in sys.modules for library in CALLED):
             from remat_kit import _call_marks
 
             stack.enter_context(_call_marks.marking())

@@ -41,7 +41,7 @@ def best(handed_on: np.ndarray, inside: np.ndarray) -> list[int]:
     """
     n = len(inside)
     found, least = [], float(inside[0, -1])
-    limit = least / 2
+    limit = least - 1
     while limit >= 1:
         cheapest = _cheapest(handed_on, inside, limit)
         if cheapest is None or cheapest[0] >= least:
