@@ -44,32 +44,33 @@ def loss(scan, dtype, reverse=False, **options):
     return fn
 
 
-MODES = st.one_of(
-    st.fixed_dictionaries({"policy": st.sampled_from([None, "full", "none", "dots", "save(name='inner')"])}),
-    st.fixed_dictionaries(
+MODES = {
+    "policy": st.fixed_dictionaries({"policy": st.sampled_from([None, "full", "none", "dots", "save name=inner"])}),
+    "segments": st.fixed_dictionaries(
         {"segments": st.one_of(st.integers(1, 41), st.just("sqrt")), "policy": st.sampled_from([None, "none", "dots"])}
     ),
-    st.fixed_dictionaries(
+    "binomial": st.fixed_dictionaries(
         {
             "segments": st.just("binomial"),
             "checkpoints": st.one_of(st.none(), st.integers(1, 41)),
             "policy": st.sampled_from([None, "dots"]),
         }
     ),
-    st.just({"policy": list}),
-)
+    "each": st.just({"policy": list}),
+}
 
 
-@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+@pytest.mark.parametrize("kind", MODES)
+@hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
 @hypothesis.given(
     length=st.integers(1, 40),
-    mode=MODES,
     dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
     reverse=st.booleans(),
     unroll=st.sampled_from([1, 3]),
     data=st.data(),
 )
-def test_scan_is_the_scan_of_jax(length, mode, dtype, reverse, unroll, data):
+def test_scan_is_the_scan_of_jax(kind, length, dtype, reverse, unroll, data):
+    mode = data.draw(MODES[kind])
     if mode["policy"] is list:
         each = st.sampled_from(["full", "none", "dots"])
         mode = {"policy": data.draw(st.lists(each, min_size=length, max_size=length))}

@@ -14,20 +14,21 @@ def programs(jaxpr: Any, *, forward_rules: bool = False) -> Iterator[Any]:
     """A program and all that are nested in it, each (open) once.
 
     Args:
-      forward_rules: whether the forward rules of custom_vjp calls count.
+      forward_rules: whether the forward rules of custom_vjp calls count. Those inside a forward rule do not run when it
+        does, and one may call its own function.
     """
     seen: dict[int, Any] = {}  # by identity, and kept alive so that none takes another's
-    todo = [jaxprs.opened(jaxpr)]
+    todo = [(jaxprs.opened(jaxpr), forward_rules)]
     while todo:
-        program = todo.pop()
+        program, rules = todo.pop()
         if id(program) in seen:
             continue
         seen[id(program)] = program
         yield program
         for e in program.eqns:
-            todo += [jaxprs.opened(c.jaxpr) for c in jaxprs.calls(e)]
-            if forward_rules and jaxprs.is_custom_vjp(e) and (rule := jaxprs.forward_rule(e)) is not None:
-                todo.append(jaxprs.opened(rule))
+            todo += [(jaxprs.opened(c.jaxpr), rules) for c in jaxprs.calls(e)]
+            if rules and jaxprs.is_custom_vjp(e) and (rule := jaxprs.forward_rule(e)) is not None:
+                todo.append((jaxprs.opened(rule), False))
 
 
 def names_in(jaxpr: Any, *, forward_rules: bool = False) -> frozenset[str]:
