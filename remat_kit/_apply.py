@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from remat_kit import _adapters, _limits
+from remat_kit import _adapters, _block_inputs, _limits
 from remat_kit._errors import RematError, near_matches
 from remat_kit._every import Every, thinned
 from remat_kit._globs import matches
@@ -271,7 +271,7 @@ def rewritten(traced: tracing.Traced, rules: Rules, *, in_loop: bool = False) ->
     Args:
       in_loop: whether it is to be evaluated directly in the body of a loop.
     """
-    check_names(traced.jaxpr, rules.policies)
+    check_names(traced.jaxpr, rules.policies, _block_inputs.INPUT)
     chosen = select(traced, rules)
     if rules.plan is not None:
         rules.plan.check(chosen.blocks, blocks.find(traced.jaxpr))
@@ -282,7 +282,7 @@ def rewritten(traced: tracing.Traced, rules: Rules, *, in_loop: bool = False) ->
             "the function contains its own gradient (a training step?), so what it keeps is decided already. Apply the "
             "policy to the loss, before jax.grad; or mark blocks in it with rk.remat(block=...) and use rk.override."
         )
-    warn_unmatched([(p, *program_of(c)) for c, p in chosen.blocks])
+    warn_unmatched([(p, *program_of(c, p)) for c, p in chosen.blocks])
     avals = [v.aval for v in jaxprs.opened(traced.jaxpr).invars]
     return jaxprs.trace(rewrite(traced.jaxpr, Choice(chosen.blocks, in_loop)), avals), chosen
 

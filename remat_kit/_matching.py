@@ -15,10 +15,13 @@ from remat_kit._presets import presets, unmatched_names
 from remat_kit._trace import jaxprs, survey
 
 
-def check_names(jaxpr: Any, policies: Iterable[Policy]) -> None:
+def check_names(jaxpr: Any, policies: Iterable[Policy], *given: str) -> None:
     """Refuses names that the program does not have.
 
     A preset lists the names of several codebases; it needs only one of them to be there.
+
+    Args:
+      *given: names that it is going to be given.
 
     Raises:
       RematError: for a name or glob that matches no checkpoint name of the program.
@@ -30,7 +33,7 @@ def check_names(jaxpr: Any, policies: Iterable[Policy]) -> None:
     if jaxprs.remat3():
         have = {n for n in survey.names_in(jaxpr) if not is_reserved(n)}
     for p in asked:
-        missing = unmatched_names(p, have)
+        missing = unmatched_names(p, have | {*given})
         if missing and any(matches(missing[0], n) for n in inside - have):
             raise RematError(
                 f"policy {p.name or str(p)[:200]!r}: the name {missing[0]!r} is given inside the forward rule of a "

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from remat_kit import _limits, _naming
+from remat_kit import _block_inputs, _limits, _naming
 from remat_kit._errors import RematError
 from remat_kit._policy import Policy, Selector
 from remat_kit._trace import jaxprs, marks, survey
@@ -23,6 +23,7 @@ from remat_kit._trace.blocks import Candidate, Site
 from remat_kit._trace.jaxprs import CallKind, JaxprEqn, Literal, Var
 
 Flat = Callable[..., list[Any]]
+_FULL = Policy()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,6 +70,7 @@ def _run(jaxpr: Any, args: Sequence[Any], choice: Choice, site: Site) -> list[An
         else:
             candidate, policy = block
             program, invars, outvars, scopes = outline(owner, members, candidate.marks)
+            program = _block_inputs.named(candidate, program, policy)
             place = _naming.Place((*_scopes_around(candidate), *scopes), candidate.runs)
             fun = block_function(program, policy, prevent_cse=not _in_loop(candidate, choice), place=place)
             with _scoped((*scopes, marks.BLOCK + candidate.path)):
@@ -77,14 +79,15 @@ def _run(jaxpr: Any, args: Sequence[Any], choice: Choice, site: Site) -> list[An
     return [read(v) for v in owner.outvars]
 
 
-def program_of(c: Candidate) -> tuple[Any, _naming.Place]:
-    """The program of a block, closed, and the place where it stands."""
+def program_of(c: Candidate, policy: Policy = _FULL) -> tuple[Any, _naming.Place]:
+    """The program of a block, closed, as a policy sees it, and the place where it stands."""
     if c.kind in ("scan", "checkpoint"):
         eqn = c.owner.eqns[c.eqns[0]]
         (call,) = jaxprs.calls(eqn)
-        return call.jaxpr, _naming.Place((*_scopes_around(c), *jaxprs.scopes(eqn)), c.runs)
+        program = _block_inputs.named(c, call.jaxpr, policy)
+        return program, _naming.Place((*_scopes_around(c), *jaxprs.scopes(eqn)), c.runs)
     program, _, _, scopes = outline(c.owner, c.eqns, c.marks)
-    return program, _naming.Place((*_scopes_around(c), *scopes), c.runs)
+    return _block_inputs.named(c, program, policy), _naming.Place((*_scopes_around(c), *scopes), c.runs)
 
 
 def _scopes_around(c: Candidate) -> tuple[str, ...]:
@@ -128,7 +131,7 @@ def _eqn(eqn: JaxprEqn, i: int, operands: list[Any], choice: Choice, site: Site)
 
 
 def _block_eqn(eqn: JaxprEqn, operands: list[Any], c: Candidate, policy: Policy, choice: Choice) -> list[Any]:
-    program, place = program_of(c)
+    program, place = program_of(c, policy)
     region = jaxprs.remat_region(eqn)
     if region is not None:
         asked = region.prevent_cse is not True or not _in_loop(c, choice)
@@ -156,7 +159,7 @@ def _parts_of_scan(
         first, last = c.span or (0, c.trips)
         if at < first:
             programs.append((at, first, call.jaxpr))
-        program, place = program_of(c)
+        program, place = program_of(c, policy)
         fun = block_function(program, policy, prevent_cse=False, place=place)
 
         def body(*xs: Any, fun: Any = fun, c: Candidate = c) -> list[Any]:

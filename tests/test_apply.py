@@ -385,3 +385,27 @@ def test_segments_can_be_chosen_where_there_are_other_blocks(mlp):
         return loss(ws, x) + 0.0 * jnp.sum(jax.lax.scan(lambda c, _: (jnp.sin(c), None), x[0, 0], None, length=2)[0])
 
     assert rk.residuals(with_scan, ws, x, policy={"segment_1": "full"}).blocks == ("segment_1",)
+
+
+@pytest.mark.parametrize("make", [rk.zoo.gpt, rk.zoo.gpt_nnx], ids=["scanned", "unrolled"])
+def test_inputs_of_blocks_go_to_the_host_by_their_name(make):
+    """jax issue 23869: a region keeps its inputs, unless they are named inside it."""
+    sizes = dict(layers=3, batch=2, length=16, width=32, heads=2, vocab=16, dtype="float32")
+    loss, args = make(**sizes)
+    if jax.config.jax_remat3 and jax.__version_info__ < (0, 11):
+        with pytest.raises(rk.RematError, match="offload"):
+            rk.residuals(loss, *args, policy="offload name=block_input")
+        return
+    full, moved = (rk.residuals(loss, *args, policy=p) for p in ("full", "offload name=block_input"))
+    carries = 3 * 2 * 16 * 32 * 4
+    assert moved.host_bytes == carries and moved.total_bytes == full.total_bytes - carries
+    saved = rk.residuals(loss, *args, policy="save name=block_input")
+    assert saved.total_bytes == full.total_bytes
+    first, rest = ("layers@0:1", "layers") if make is rk.zoo.gpt else ("layers/0", "layers/[1-2]")
+    some = rk.residuals(loss, *args, policy={first: "offload name=block_input", rest: "full"})
+    assert some.host_bytes == carries / 3
+    loss, args = make(**sizes, abstract=False)
+    if not jax.config.jax_remat3:
+        assert_same_gradients(loss, rk.apply(loss, "offload name=block_input; save op=dot_general"), *args)
+    with pytest.raises(rk.RematError, match="block_input"):
+        rk.remat(lambda x: jnp.sin(x), policy="offload name=block_input")(1.0)
