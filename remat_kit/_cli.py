@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from remat_kit import _cli_options as options
 from remat_kit._errors import RematError, RematWarning
 
 if TYPE_CHECKING:
@@ -76,25 +77,25 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     p = commands.add_parser("residuals", parents=[common], help="what reverse mode keeps, with bytes and costs")
-    _program_options(p)
-    _policy_options(p)
-    p.add_argument("--top", type=_count, metavar="N", help="show the N largest rows of each table")
+    options.program_options(p)
+    options.policy_options(p)
+    p.add_argument("--top", type=options.count, metavar="N", help="show the N largest rows of each table")
     shown = p.add_mutually_exclusive_group()
     shown.add_argument("--by", choices=_BY, help="sum the bytes by this instead of listing values")
     shown.add_argument("--diff", metavar="POLICY", help="show what changes when every block has this policy instead")
     p.set_defaults(run=_residuals)
 
     p = commands.add_parser("measure", parents=[common], help="what XLA makes of a step: memory, cost, does it fit")
-    _program_options(p)
-    _policy_options(p)
-    _target_options(p)
+    options.program_options(p)
+    options.policy_options(p)
+    options.target_options(p)
     p.add_argument("--step", action="store_true", help="compile fn as it is (a whole step), not its value and gradient")
     p.add_argument("--against", metavar="POLICY", help="compile under this policy too, to see what the other does")
-    p.add_argument("--top", type=_count, default=10, metavar="N", help="show the N largest buffers at the peak")
+    p.add_argument("--top", type=options.count, default=10, metavar="N", help="show the N largest buffers at the peak")
     p.set_defaults(run=_measure)
 
     p = commands.add_parser("compare", parents=[common], help="several policies side by side, compiled")
-    _program_options(p)
+    options.program_options(p)
     p.add_argument(
         "--policy",
         action="append",
@@ -102,23 +103,27 @@ def _parser() -> argparse.ArgumentParser:
         metavar="POLICY",
         help="one of them (repeatable); four presets without it",
     )
-    _target_options(p)
+    options.target_options(p)
     p.add_argument("--step", action="store_true", help="compile fn as it is (a whole step), not its value and gradient")
-    p.add_argument("--budget", type=_budget, help="peak to keep within: 14GiB, or a share of the memory such as 0.9")
+    p.add_argument(
+        "--budget", type=options.budget, help="peak to keep within: 14GiB, or a share of the memory such as 0.9"
+    )
     p.set_defaults(run=_compare)
 
     p = commands.add_parser("plan", parents=[common], help="the cheapest plan whose compiled peak is within a budget")
-    _program_options(p)
-    _plan_options(p)
-    p.add_argument("--budget", type=_budget, help="peak to keep within: 14GiB, or a share of the memory such as 0.9")
+    options.program_options(p)
+    options.plan_options(p)
+    p.add_argument(
+        "--budget", type=options.budget, help="peak to keep within: 14GiB, or a share of the memory such as 0.9"
+    )
     p.add_argument("--explain", action="store_true", help="say for each value what becomes of it and why")
     p.add_argument("--save", metavar="FILE", help="write the plan as JSON, which --policy takes")
     p.set_defaults(run=_plan)
 
     p = commands.add_parser("frontier", parents=[common], help="the plans that no other beats on memory and cost")
-    _program_options(p)
-    _plan_options(p)
-    p.add_argument("--points", type=_count, default=12, metavar="N", help="budgets to plan for (12)")
+    options.program_options(p)
+    options.plan_options(p)
+    p.add_argument("--points", type=options.count, default=12, metavar="N", help="budgets to plan for (12)")
     p.set_defaults(run=_frontier)
 
     p = commands.add_parser("targets", parents=[common], help="what can be compiled for here, and what is missing")
@@ -132,60 +137,6 @@ def _parser() -> argparse.ArgumentParser:
     p = commands.add_parser("demo", parents=[common], help="the built-in GPT under several presets")
     p.set_defaults(run=_demo)
     return parser
-
-
-def _program_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("program", metavar="PROGRAM", help="zoo:NAME or package.module:factory")
-    p.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="setting of the zoo model or argument of the factory (repeatable); JSON, else a string",
-    )
-    p.add_argument(
-        "--argnums", type=_argnums, default=0, metavar="N[,N]", help="arguments to differentiate by, as in jax.grad"
-    )
-    p.add_argument("--has-aux", action="store_true", help="fn returns (loss, other), as in jax.grad")
-
-
-def _policy_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--policy", help="preset, policy text or plan.json; as written without it")
-    p.add_argument(
-        "--block",
-        action="append",
-        default=[],
-        metavar="GLOB=POLICY",
-        help="policy for some blocks (repeatable; the first that matches wins, --policy is for the rest)",
-    )
-
-
-def _target_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--target", default="local", help="what to compile for: local, cpu, tpu:v5e, cuda:h100 ... (targets)"
-    )
-    p.add_argument("--time", action="store_true", help="run and time it too, on attached devices")
-    p.add_argument("--keep-barriers", action="store_true", help="CPU of JAX 0.10.2: keep recomputation apart")
-    p.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="end a compiler that takes longer")
-
-
-def _plan_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--target", default="local", help="what to compile for: local, cpu, tpu:v5e, ... (targets); none for no target"
-    )
-    p.add_argument(
-        "--action",
-        action="append",
-        default=[],
-        choices=("save", "offload"),
-        help="what may be done besides recomputing (repeatable); both without it",
-    )
-    p.add_argument("--minimize", choices=("time", "flops"), default="time", help="the roofline's time, or FLOPs")
-    p.add_argument("--compiles", type=_count, default=4, metavar="N", help="programs to compile at the most (4)")
-    p.add_argument("--split", action="store_true", help="run scans in two parts where that fills the budget better")
-    p.add_argument("--names-only", action="store_true", help="choose among the program's own checkpoint names")
-    p.add_argument("--keep-barriers", action="store_true", help="CPU of JAX 0.10.2: keep recomputation apart")
-    p.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="end a compiler that takes longer")
 
 
 def _version(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -202,7 +153,7 @@ def _residuals(args: argparse.Namespace) -> int:
     from remat_kit._load import load, parse_settings
     from remat_kit._show import text
 
-    policy = _policy_of(args)
+    policy = options.policy_of(args)
     settings = parse_settings(args.set)
     with _progress(f"making {args.program}"):
         program = load(args.program, settings)
@@ -223,7 +174,7 @@ def _measure(args: argparse.Namespace) -> int:
     from remat_kit._load import load, parse_settings
     from remat_kit._show import measurement
 
-    policy = _policy_of(args)
+    policy = options.policy_of(args)
     where = remat_kit.target(args.target)
     settings = parse_settings(args.set)
     with _progress(f"making {args.program}"):
@@ -237,7 +188,7 @@ def _measure(args: argparse.Namespace) -> int:
             against=args.against,
             argnums=args.argnums,
             has_aux=args.has_aux,
-            **_target_settings(args, where),
+            **options.target_settings(args, where),
             **kwargs,
         )
     _show(args, m.to_dict, lambda console: measurement.print_measurement(m, console, top=args.top))
@@ -252,7 +203,7 @@ def _compare(args: argparse.Namespace) -> int:
     settings = parse_settings(args.set)
     with _progress(f"making {args.program}"):
         fn, fn_args, kwargs = load(args.program, settings)
-    chosen = {"policies": {text: _read_policy(text) for text in args.policy}} if args.policy else {}
+    chosen = {"policies": {text: options.read_policy(text) for text in args.policy}} if args.policy else {}
     with _told(args.program, "comparing"), contextlib.redirect_stdout(sys.stderr):
         c = remat_kit.compare(
             fn,
@@ -262,7 +213,7 @@ def _compare(args: argparse.Namespace) -> int:
             budget=args.budget,
             grad=not args.step,
             **chosen,
-            **_target_settings(args, where),
+            **options.target_settings(args, where),
             **kwargs,
         )
     _show(args, c.to_dict, c.print)
@@ -314,10 +265,6 @@ def _planned(args: argparse.Namespace, verb: Callable[..., Any], doing: str, **o
         )
 
 
-def _target_settings(args: argparse.Namespace, where: Any) -> dict[str, Any]:
-    return {"target": where, "time": args.time, "keep_barriers": args.keep_barriers, "timeout": args.timeout}
-
-
 def _targets(args: argparse.Namespace) -> int:
     import remat_kit
     from remat_kit._show.targets import print_targets
@@ -325,32 +272,6 @@ def _targets(args: argparse.Namespace) -> int:
     found = remat_kit.targets()
     data = {"schema": 1, "targets": [t.to_dict() for t in found]}
     return _show(args, lambda: data, lambda console: print_targets(found, console))
-
-
-def _policy_of(args: argparse.Namespace) -> Any:
-    """A policy, or `{block glob: policy}` where there are --block options."""
-    if not args.block:
-        return _read_policy(args.policy)
-    blocks: dict[str, str] = {}
-    for item in args.block:
-        glob, equals, policy = item.partition("=")  # a glob has no "=", the text form of a policy does
-        if not (glob and equals and policy):
-            raise RematError(f"--block {item!r}: expected GLOB=POLICY, such as 'layers_0=none'.")
-        if glob in blocks:
-            raise RematError(f"--block {glob}=...: given twice.")
-        blocks[glob] = policy
-    if args.policy is not None:
-        blocks.setdefault("**", args.policy)
-    return blocks
-
-
-def _read_policy(text: str | None) -> Any:
-    """A policy as text, or the plan in a file."""
-    if text is None or not text.endswith(".json"):
-        return text
-    import remat_kit
-
-    return remat_kit.Plan.load(text)
 
 
 def _report(name: str, program: Loaded, policy: Any, **options: Any) -> Residuals:
@@ -486,24 +407,3 @@ def _warnings_in_one_line() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return int(text)
-
-
-def _budget(text: str) -> str | float:
-    with contextlib.suppress(ValueError):
-        share = float(text)
-        return share if 0 < share <= 1 and "." in text else text
-    return text
-
-
-def _argnums(text: str) -> int | tuple[int, ...]:
-    try:
-        numbers = tuple(int(t) for t in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a position, or several with commas between") from None
-    return numbers[0] if len(numbers) == 1 else numbers

@@ -24,10 +24,11 @@ from flax.linen.transforms import decorator_lift_transform
 from remat_kit import _linen_marks
 from remat_kit._errors import RematError, RematWarning, near_matches
 from remat_kit._flax_static import DeclaredStatic
+from remat_kit._linen_layers import layer_call
 from remat_kit._static_args import read_names
 from remat_kit._trace import marks
 
-Lift = Callable[[Callable], Callable]
+Lift = Callable[..., Callable]  # of a scope function, and of options= of `remat_layers` in place of its own
 
 # Which calls are under way, as (type, scope path). Kept here and not on the module, since flax clones modules freely.
 _covered: contextvars.ContextVar[frozenset] = contextvars.ContextVar("covered", default=frozenset())
@@ -47,15 +48,7 @@ def cover_method(fn: Callable, lift: Lift, static: DeclaredStatic, *, in_init: b
             gives the same initial values to the last bit.
     """
     managed = wrap_method_once(fn)
-
-    @functools.wraps(managed)
-    def region(self, *args, **kwargs):
-        with _under_way(_covered, self), marks.given(path=self.path):
-            out = managed(self, *args, **kwargs)
-        _refuse_modules(static.owner, out)
-        return out
-
-    lifted = decorator_lift_transform(lift, region)
+    region = region_of(managed, static.owner)
 
     @functools.wraps(managed)
     def covered(self, *args, **kwargs):
@@ -69,13 +62,38 @@ def cover_method(fn: Callable, lift: Lift, static: DeclaredStatic, *, in_init: b
         if self.scope is None or _key(self) in _covered.get():
             return managed(self, *args, **kwargs)
         static.check(args, kwargs)
-        if self.is_initializing() and not in_init:
-            return region(self, *args, **kwargs)
-        with _linen_marks.called(self, fn.__name__):
-            return lifted(self, *args, **kwargs)
+        with layer_call(self, fn.__name__, fn, args, kwargs) as asked:
+            if self.is_initializing() and not in_init:
+                return region(self, *args, **kwargs)
+            chosen = lift if asked is None else functools.partial(lift, options=asked)
+            return run_lifted(self, region, chosen, args, kwargs)
 
     vars(covered)["__rk_original__"] = fn
     return covered
+
+
+def region_of(managed: Callable, owner: str) -> Callable:
+    """The method as it runs inside a region: on a copy of its module, whose other covered methods belong to it."""
+
+    @functools.wraps(managed)
+    def region(self, *args, **kwargs):
+        with _under_way(_covered, self), marks.given(path=self.path):
+            out = managed(self, *args, **kwargs)
+        _refuse_modules(owner, out)
+        return out
+
+    return region
+
+
+def run_lifted(self: nn.Module, region: Callable, lift: Lift, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Calls a region of a bound module through a lifted transform."""
+    with _linen_marks.called(self, region.__name__):
+        return decorator_lift_transform(lift, region)(self, *args, **kwargs)
+
+
+def under_way(module: nn.Module) -> bool:
+    """Whether a covered method of a bound module is running."""
+    return _key(module) in _covered.get()
 
 
 def cover_class(
@@ -97,21 +115,28 @@ def cover_class(
         what: how warnings call the transform.
         in_init: as in `cover_method`.
     """
-    namespace: dict[str, Any] = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__ if name == cls.__name__ else name,
-        "__doc__": cls.__doc__,
-        # The dataclass transform would write these anew and so replace what the user has written.
-        **{key: getattr(cls, key) for key in ("__init__", "__eq__", "__hash__")},
-    }
+    namespace: dict[str, Any] = {"__rk_layer__": vars(cls).get("__rk_layer__", cls.__name__)}
     for method, lift in lifts.items():
         original = original_of(getattr(cls, method))
         covered = cover_method(original, lift, static[f"{cls.__name__}.{method}"], in_init=in_init)
         vars(covered).pop("compact", None)  # Linen counts the compact methods of a class; the original keeps its mark
         namespace[method] = covered
-    for method in sorted(_public_methods(cls) - set(lifts)):
+    for method in sorted(public_methods(cls) - set(lifts)):
         namespace[method] = _watched(cls.__name__, method, getattr(cls, method), tuple(lifts), what)
-    return types.new_class(name, (cls,), exec_body=lambda body: body.update(namespace))
+    return stand_in(cls, name, namespace)
+
+
+def stand_in(cls: type[nn.Module], name: str, namespace: Mapping[str, Any]) -> type[nn.Module]:
+    """A subclass that passes for the class itself, with what is in ``namespace`` replaced."""
+    body = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__ if name == cls.__name__ else name,
+        "__doc__": cls.__doc__,
+        # The dataclass transform would write these anew and so replace what the user has written.
+        **{key: getattr(cls, key) for key in ("__init__", "__eq__", "__hash__")},
+        **namespace,
+    }
+    return types.new_class(name, (cls,), exec_body=lambda made: made.update(body))
 
 
 def original_of(fn: Callable) -> Callable:
@@ -126,7 +151,7 @@ def check_methods(cls: type[nn.Module], methods: Any) -> tuple[str, ...]:
     names = read_names("methods", methods)
     if not names:
         raise RematError(f"methods is empty, so nothing of {cls.__name__} would be rematerialized.")
-    known = _public_methods(cls)
+    known = public_methods(cls)
     for name in names:
         attribute = inspect.getattr_static(cls, name, None)
         if name == "setup" or attribute is None or not inspect.isfunction(attribute):
@@ -143,7 +168,7 @@ def check_methods(cls: type[nn.Module], methods: Any) -> tuple[str, ...]:
     return names
 
 
-def _public_methods(cls: type[nn.Module]) -> set[str]:
+def public_methods(cls: type[nn.Module]) -> set[str]:
     """The user's own methods that compute something: not inherited from flax, private, nowrap, or a field's default."""
     fields = {f.name for f in dataclasses.fields(cls)}
     found: set[str] = set()

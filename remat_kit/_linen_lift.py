@@ -90,7 +90,10 @@ def lift_remat_scan(fn: Callable, options: RematOptions, scan: ScanOptions, owne
     def body(scopes, carry, *args, **kwargs):
         return _layer_result(owner, carry, fn(scopes, carry, *args, **kwargs), scan.out_axes is not None)
 
-    for length, policy, metadata in reversed(list(zip(scan.lengths, scan.policies, scan.metadata, strict=True))):
+    policies = scan.policies
+    if options.policy != policies[-1]:  # `remat_layers` asks for another one
+        policies = level_policies(options.policy, len(scan.lengths))
+    for length, policy, metadata in reversed(list(zip(scan.lengths, policies, scan.metadata, strict=True))):
         body = _lift_level(body, replace(options, policy=policy), scan, length, metadata)
 
     def run(scopes, carry, *args, **kwargs):
@@ -98,6 +101,11 @@ def lift_remat_scan(fn: Callable, options: RematOptions, scan: ScanOptions, owne
         return carry if scan.out_axes is None else (carry, out)
 
     return run
+
+
+def level_policies(policy: Policy, levels: int) -> tuple[Policy, ...]:
+    """The policies of nested loops where the layer has this one: the outer loops keep their carries only."""
+    return (Policy() if policy.remat else policy,) * (levels - 1) + (policy,)
 
 
 def _lift_level(

@@ -1,4 +1,5 @@
-"""Rematerialization of Flax Linen modules: `remat` for a class, method or function, `remat_scan` for a stack of layers.
+"""Rematerialization of Flax Linen modules: `remat` for a class, method or function, `remat_layers` for the layers of a
+model, `remat_scan` for a stack of layers.
 
 Turning either on or off changes no parameter, initial value, dropout mask or sown path. Import it as
 ``from remat_kit import linen`` or use ``rk.linen``; Flax is loaded only then.
@@ -6,6 +7,7 @@ Turning either on or off changes no parameter, initial value, dropout mask or so
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,14 +17,17 @@ from flax import linen as nn
 
 from remat_kit._errors import RematError
 from remat_kit._flax_static import resolve_static
+from remat_kit._layers import Layers
 from remat_kit._linen_class import check_methods, cover_class, cover_method, original_of
-from remat_kit._linen_lift import RematOptions, ScanOptions, lift_remat, lift_remat_scan
+from remat_kit._linen_layers import Switch
+from remat_kit._linen_lift import RematOptions, ScanOptions, level_policies, lift_remat, lift_remat_scan
+from remat_kit._linen_switch import switch_class
 from remat_kit._override import Wanted
 from remat_kit._policy import Policy
 from remat_kit._policy import policy as as_policy
 from remat_kit._wrap import check_options
 
-__all__ = ["remat", "remat_scan"]
+__all__ = ["remat", "remat_layers", "remat_scan"]
 
 
 def remat(
@@ -209,6 +214,74 @@ def remat_scan(
     return _like(target, cover_class(cls, lifts, static, name=name, what=what, in_init=True))
 
 
+def remat_layers(
+    model: Any,
+    layers: Any,
+    /,
+    *,
+    policy: Any = None,
+    every: int = 1,
+    prevent_cse: bool | None = None,
+    static_argnames: str | Iterable[str] = (),
+    methods: str | Iterable[str] = ("__call__",),
+    block: str | None = None,
+) -> Any:
+    """Rematerializes the layers of a model that is left as it is written.
+
+        Model = rk.linen.remat_layers(Model, "Block", policy="dots")
+        model = rk.linen.remat_layers(model, ("Encoder*", Decoder), every=2)
+
+    Every module of the named class inside the model runs as under `remat`, wherever it was created: in compact methods,
+    in ``setup``, as an attribute, in the bodies of `nn.scan` and `nn.vmap`. Parameters, initial values, RNG streams,
+    mutable collections, sown and captured values, and names are those of the model without it.
+
+    A layer inside another one belongs to its region. Layers decorated with `remat` or stacked with `remat_scan` get
+    the policy given here instead of their own; those of `flax.linen.remat` keep their region around the new one.
+
+    Args:
+        model: a module class, ``functools.partial`` of one, or an instance.
+        layers: a class name, a glob on class names, or a module class, which stands for its subclasses too; or a tuple
+            of these. The model itself is not one of its layers.
+        policy: what a layer keeps, as in `remat`; None means ``"full"``, ``"none"`` leaves all of them without remat.
+        every: rematerializes the first of so many layers and leaves the others without remat. Layers count in the order
+            in which they are first called; a scanned stack is one layer. Equal layers under `nn.jit` share one trace,
+            and so what the first of them got.
+        prevent_cse: as in `rk.remat`; None chooses by context.
+        static_argnames: arguments of the layers to check for being static.
+        methods: the methods of the layers that are covered.
+        block: a name for reports and `rk.override`, the same for all layers.
+
+    Returns:
+        The same kind as was given: a subclass under the same name, or a new instance. It is on in calls of the model's
+        public methods, by itself or as part of another model. Doing it again replaces it, and ``policy="none"`` is off.
+
+    Raises:
+        RematError: at once for an option that cannot be used; when ``__call__`` first ends, for a layer that was not
+            met, with the classes that were. Where an array is passed for a static argument.
+
+    Warns:
+        RematWarning: when another method of a model without ``__call__`` ends, for a layer that was not met so far.
+    """
+    check_options(prevent_cse, block)
+    chosen = Layers.of(layers, methods, every, static_argnames, nn.Module)
+    options = RematOptions(Wanted.of(policy).policy, prevent_cse, block)
+    if isinstance(model, nn.Module):
+        if model.scope is not None:
+            raise RematError(
+                f"remat_layers got an instance of {type(model).__name__} that is bound already. Switch the class, and"
+                f" create the module from that."
+            )
+        fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
+        return switch_class(type(model), Switch(chosen, options, type(model).__name__))(**fields)
+    cls = _class_of(model)
+    if cls is None:
+        raise RematError(
+            f"remat_layers takes a Linen module class or an instance, then the names of its layers; got"
+            f" {_describe(model)}."
+        )
+    return _like(model, switch_class(cls, Switch(chosen, options, cls.__name__)))
+
+
 def _levels(length: int | None, lengths: Sequence[int] | None) -> tuple[int, ...]:
     if (length is None) == (lengths is None):
         raise RematError("remat_scan needs the number of layers: give either length=24 or lengths=(4, 6).")
@@ -223,9 +296,7 @@ def _policies(policy: Any, levels: int) -> tuple[Policy, ...]:
         if len(policy) != levels:
             raise RematError(f"policy has {len(policy)} entries for {levels} levels of remat_scan: give one for each.")
         return tuple(as_policy("full" if p is None else p) for p in policy)
-    chosen = Wanted.of(policy).policy
-    outer = chosen if not chosen.remat else as_policy("full")
-    return (outer,) * (levels - 1) + (chosen,)
+    return level_policies(Wanted.of(policy).policy, levels)
 
 
 def _metadata(metadata: Any, levels: int) -> tuple[Mapping[Any, Any], ...]:

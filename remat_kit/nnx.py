@@ -1,4 +1,5 @@
-"""Rematerialization of Flax NNX modules: `remat` for a class, a method, or a function of modules.
+"""Rematerialization of Flax NNX modules: `remat` for a class, a method or a function of modules, `remat_layers` for the
+layers of a model.
 
 State updates (BatchNorm statistics, RNG counters, sown values, new attributes) reach the caller's objects once, as they
 do without remat. Import it as ``from remat_kit import nnx`` or use ``rk.nnx``; Flax is loaded only then.
@@ -6,39 +7,24 @@ do without remat. Import it as ``from remat_kit import nnx`` or use ``rk.nnx``; 
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import inspect
-import types
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
-import jax
 from flax import nnx
 
-from remat_kit._errors import RematError, near_matches
-from remat_kit._flax_static import DeclaredStatic, resolve_static, seal, split_arrays, unseal
-from remat_kit._nnx_capture import captured_modules, is_stateful
+from remat_kit._errors import RematError
+from remat_kit._flax_static import resolve_static
+from remat_kit._layers import Layers
+from remat_kit._nnx_class import Options, cover_class, cover_function, original_method
+from remat_kit._nnx_layers import switch_class, switch_layers
 from remat_kit._override import Wanted
 from remat_kit._policy import Policy
 from remat_kit._static_args import read_names
-from remat_kit._trace import marks
 from remat_kit._wrap import check_options
-from remat_kit._wrap import remat as remat_function
 
-__all__ = ["remat"]
-
-_TAG = "remat_kit"
-# The modules (by id) whose covered method is under way: their other covered methods belong to the same region.
-_covered: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("covered", default=frozenset())
-
-
-@dataclass(frozen=True)
-class _Options:
-    policy: Policy
-    prevent_cse: bool | None
-    block: str | None
+__all__ = ["remat", "remat_layers"]
 
 
 def remat(
@@ -100,7 +86,7 @@ def remat(
             block=block,
         )
     target = target_or_policy
-    options = _Options(Wanted.of(policy).policy, prevent_cse, block)
+    options = Options(Wanted.of(policy).policy, prevent_cse, block)
     if inspect.isclass(target):
         return _cover_class(target, options, static_argnums, static_argnames, methods)
     _check_function(target)
@@ -108,126 +94,73 @@ def remat(
         target = target.__call__  # type: ignore[operator]
     owner = getattr(target, "__qualname__", None) or type(target).__name__
     static = resolve_static({owner: target}, static_argnums, static_argnames, skip=0)[owner]
-    return _cover_function(target, options, static)
+    return cover_function(target, options, static)
 
 
-def _cover_class(cls: type, options: _Options, argnums: Any, argnames: Any, methods: Any) -> type:
+def remat_layers(
+    model: Any,
+    layers: Any,
+    /,
+    *,
+    policy: Any = None,
+    every: int = 1,
+    prevent_cse: bool | None = None,
+    static_argnames: str | Iterable[str] = (),
+    methods: str | Iterable[str] = ("__call__",),
+    block: str | None = None,
+) -> Any:
+    """Rematerializes the layers of a model that is left as it is written.
+
+        model = rk.nnx.remat_layers(Model(rngs=nnx.Rngs(0)), "Block", policy="dots")
+        rk.nnx.remat_layers(model, ("Encoder*", Decoder), every=2)
+
+    Every module of the named class inside the model runs as under `remat`: in attributes, in lists, stacked for
+    `nnx.scan` and made by `nnx.vmap`. The layers get a subclass under their name as their type; parameters and other
+    state stay as they are. `nnx.split` and `nnx.merge` keep it, since the graph definition holds the types.
+
+    A layer inside another one belongs to its region. Layers decorated with `remat` get the policy given here instead of
+    their own.
+
+    Args:
+        model: a module, which is changed in place, or a class.
+        layers: a class name, a glob on class names, or a module class, which stands for its subclasses too; or a tuple
+            of these. The model itself is not one of its layers.
+        policy: what a layer keeps, as in `remat`; None means ``"full"``, ``"none"`` leaves all of them without remat.
+        every: rematerializes the first of so many layers and leaves the others without remat. Layers count in the order
+            of their paths, with numbers in them in numeric order; a stacked layer is one.
+        prevent_cse: as in `rk.remat`; None chooses by context.
+        static_argnames: arguments of the layers to check for being static.
+        methods: the methods of the layers that are covered.
+        block: a name for reports and `rk.override`, the same for all layers.
+
+    Returns:
+        The model; or a subclass of the class under its name, whose instances have it from the end of ``__init__`` on.
+        Doing it again replaces it, and ``policy="none"`` is off.
+
+    Raises:
+        RematError: for an option that cannot be used, and for a layer that the model does not have, with the classes
+            that it has; the model is unchanged then.
+    """
+    check_options(prevent_cse, block)
+    chosen = Layers.of(layers, methods, every, static_argnames, nnx.Module)
+    options = Options(Wanted.of(policy).policy, prevent_cse, block)
+    if inspect.isclass(model) and issubclass(model, nnx.Module):
+        return switch_class(model, chosen, options)
+    if not isinstance(model, nnx.Module):
+        raise RematError(f"remat_layers takes an NNX module or class, then the names of its layers; got {model!r:.80}.")
+    switch_layers(model, chosen, options)
+    return model
+
+
+def _cover_class(cls: type, options: Options, argnums: Any, argnames: Any, methods: Any) -> type:
     if not issubclass(cls, nnx.Module):
         hint = " Use rk.linen.remat for Linen modules." if "linen" in str(cls.__mro__) else ""
         raise RematError(f"rk.nnx.remat takes an nnx.Module class or a function of modules; got {cls!r}.{hint}")
     names = read_names("methods", methods)
     if not names:
         raise RematError(f"methods is empty, so nothing of {cls.__name__} would be rematerialized.")
-    originals = {name: _original_method(cls, name) for name in names}
-    functions = {f"{cls.__name__}.{name}": fn for name, fn in originals.items()}
-    static = resolve_static(functions, argnums, argnames)
-    covered = {name: _cover_method(fn, options, static[f"{cls.__name__}.{name}"]) for name, fn in originals.items()}
-    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, **covered}
-    pytree = cls._pytree__is_pytree  # a subclass does not inherit it
-    return types.new_class(cls.__name__, (cls,), {"pytree": pytree}, lambda body: body.update(namespace))
-
-
-def _original_method(cls: type, name: str) -> Callable:
-    known = [n for n, _ in inspect.getmembers(cls, inspect.isfunction) if not hasattr(nnx.Module, n) or n == "__call__"]
-    # Not getattr_static, which finds the metaclass's own __call__.
-    method = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
-    if not inspect.isfunction(method):
-        raise RematError(
-            f"methods has {name!r}, but {cls.__name__} has no such method"
-            f" (methods: {', '.join(known) or 'none'}).{near_matches(str(name), known)}"
-        )
-    return vars(method).get("__rk_original__", method)
-
-
-def _cover_method(fn: Callable, options: _Options, static: DeclaredStatic) -> Callable:
-    @functools.wraps(fn)
-    def region(self, *args, **kwargs):
-        token = _covered.set(_covered.get() | {id(self)})
-        try:
-            return fn(self, *args, **kwargs)
-        finally:
-            _covered.reset(token)
-
-    @functools.wraps(fn)
-    def covered(self, *args, **kwargs):
-        if id(self) in _covered.get():
-            return fn(self, *args, **kwargs)
-        static.check(args, kwargs)
-        _refuse_captured(static.owner, fn)
-        return _run(region, options, static.owner, (self, *args), kwargs)
-
-    vars(covered)["__rk_original__"] = fn
-    return covered
-
-
-def _cover_function(target: Callable, options: _Options, static: DeclaredStatic) -> Callable:
-    fn, first, keywords = _unbind(target)
-    if "__rk_original__" in getattr(fn, "__dict__", {}):
-        fn = vars(fn)["__rk_original__"]
-
-    @functools.wraps(target)
-    def covered(*args, **kwargs):
-        static.check(args, kwargs)
-        _refuse_captured(static.owner, fn)
-        return _run(fn, options, static.owner, (*first, *args), {**keywords, **kwargs})
-
-    if not first and not keywords:
-        vars(covered)["__rk_original__"] = fn
-    return covered
-
-
-def _unbind(target: Callable) -> tuple[Callable, tuple, dict[str, Any]]:
-    """Takes bound methods and partials apart, so that what they hold is passed as arguments."""
-    if isinstance(target, functools.partial):
-        fn, args, keywords = _unbind(target.func)
-        return fn, (*args, *target.args), {**keywords, **target.keywords}
-    if inspect.ismethod(target) and is_stateful(target.__self__):
-        return target.__func__, (target.__self__,), {}
-    if isinstance(target, nnx.Module):
-        return type(target).__call__, (target,), {}  # type: ignore[attr-defined]
-    return target, (), {}
-
-
-def _run(fn: Callable, options: _Options, owner: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Calls ``fn`` in a rematerialized region on copies of the modules, then writes their new state back."""
-    with nnx.update_context(_TAG):
-        pure = nnx.to_tree((args, kwargs), ctxtag=_TAG)
-        _refuse_references(owner, pure)
-        arrays, rebuild = split_arrays(pure)
-
-        def region(arrays):
-            args, kwargs = nnx.from_tree(rebuild(arrays), ctxtag=_TAG, is_inner=True)
-            with marks.given(tuple(jax.tree.leaves((args, kwargs), is_leaf=is_stateful))):
-                out = fn(*args, **kwargs)
-            return seal(nnx.to_tree((_modules_only((args, kwargs)), out), ctxtag=_TAG))
-
-        region.__qualname__ = owner  # what messages call it
-        wrapped = remat_function(region, policy=options.policy, prevent_cse=options.prevent_cse, block=options.block)
-        _, out = nnx.from_tree(unseal(wrapped(arrays)), ctxtag=_TAG, is_inner=False)
-    return out
-
-
-def _modules_only(tree: Any) -> Any:
-    return nnx.extract.clear_non_graph_nodes(tree)
-
-
-def _refuse_captured(owner: str, fn: Callable) -> None:
-    captured = captured_modules(fn)
-    if captured:
-        listing = ", ".join(f"{name} ({kind})" for name, kind in captured.items())
-        raise RematError(
-            f"{owner} captures {listing} instead of taking it as an argument, so updates made inside the rematerialized"
-            f" region would be lost. Pass it in: rk.nnx.remat(lambda module, x: module(x))(module, x)."
-        )
-
-
-def _refuse_references(owner: str, pure: Any) -> None:
-    for leaf in jax.tree.leaves(pure, is_leaf=lambda x: isinstance(x, nnx.Variable)):
-        if isinstance(leaf, nnx.Variable) and leaf.ref:
-            raise RematError(
-                f"{owner} was given a {type(leaf).__name__} that holds a mutable reference (ref=True): what a"
-                f" rematerialized region writes to it would be lost or written twice. Create it without ref=True."
-            )
+    functions = {f"{cls.__name__}.{name}": original_method(cls, name) for name in names}
+    return cover_class(cls, names, options, resolve_static(functions, argnums, argnames))
 
 
 def _check_function(target: Any) -> None:
