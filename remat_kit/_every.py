@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat_kit._errors import RematError
+from remat_kit._numbers import whole
 from remat_kit._policy import Policy
 from remat_kit._policy import policy as as_policy
 from remat_kit._trace import blocks
@@ -41,9 +42,10 @@ def every(step: int, policy: Any) -> Every:
     Raises:
       RematError: for a step that is no whole number from 1 on, or an unknown policy.
     """
-    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+    count = whole(step)
+    if count is None or count < 1:
         raise RematError(f"every(step, policy) takes a whole number of blocks, such as 2, got {step!r}.")
-    return Every(step, as_policy(policy))
+    return Every(count, as_policy(policy))
 
 
 _NONE = Policy(remat=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +14,18 @@ from remat_kit._errors import RematError
 from remat_kit._loops import revolve
 from remat_kit._loops.reversal import Arrays, Chain, Kept
 from remat_kit._loops.steps import Step
+from remat_kit._numbers import whole
+from remat_kit._trace import jaxprs
 
 
 def count_of(checkpoints: Any, length: int) -> int:
     """A number of states to keep, checked; None means the fewest with which no step is advanced more than twice."""
     if checkpoints is None:
         return revolve.checkpoints_for(length)
-    if not isinstance(checkpoints, int) or isinstance(checkpoints, bool) or checkpoints < 1:
+    count = whole(checkpoints)
+    if count is None or count < 1:
         raise RematError(f"checkpoints= is the number of states to keep, 1 or more, got {checkpoints!r}.")
-    return min(checkpoints, max(length, 1))
+    return min(count, max(length, 1))
 
 
 def scan(
@@ -53,7 +57,8 @@ def scan(
         (_, state, kept), ys = lax.scan(one, first, xs, length, reverse, unroll)
         return state, ys, kept, jnp.int32(length)
 
-    chain = Chain(run, plain, keeping, checkpoints, length, lambda i: length - 1 - i if reverse else i)
+    betas = revolve.table(checkpoints, length, revolve.repetitions(length, checkpoints))
+    chain = Chain(run, plain, keeping, betas, lambda i: length - 1 - i if reverse else i)
     last, ys = chain(step.consts, state, jax.tree.leaves(xs))
     _, outputs = step.out.children()
     return jax.tree.unflatten(carried, last), jax.tree.unflatten(outputs, ys)
@@ -89,18 +94,22 @@ def while_loop(
       RematError: for a number that is none, or a body that writes to a mutable reference; what `jax.lax.while_loop`
         raises for functions that do not fit together.
     """
-    if not isinstance(max_steps, int) or isinstance(max_steps, bool) or max_steps < 0:
-        raise RematError(f"max_steps= is the most steps that the loop may take, a whole number, got {max_steps!r}.")
+    most = whole(max_steps)
+    if most is None or not 0 <= most < 2**31:
+        raise RematError(
+            f"max_steps= is the most steps that the loop may take, a whole number below 2**31, got {max_steps!r}."
+        )
     init_val = _as_carried(lambda init: lax.while_loop(cond_fun, body_fun, init), init_val)
-    if not max_steps:
+    if not most:
         return init_val
-    checkpoints = count_of(checkpoints, max_steps)
     going, step = Step.of(cond_fun, init_val), Step.of(body_fun, init_val)
     state, carried = jax.tree.flatten(init_val)
-    many = -(-max_steps // _MOST_PLACES)  # steps for each entry of the table
+    many = -(-most // _MOST_PLACES)  # steps for each entry of the table of places
+    entries = -(-most // many)
+    checkpoints = min(count_of(checkpoints, most), entries)
 
     def goes_on(i: Any, consts: Arrays, state: Arrays) -> Any:
-        return (i < max_steps) & going(consts[: len(going.consts)], *state)[0]
+        return (i < most) & going(consts[: len(going.consts)], *state)[0]
 
     def run(consts: Arrays, state: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
         return step(consts[len(going.consts) :], *state), []
@@ -117,17 +126,24 @@ def while_loop(
             kept = kept.put(jnp.where(i % many == 0, places[i // many], checkpoints), state, i)
             return i + 1, run(consts, state, [])[0], kept
 
-        places = jnp.asarray(revolve.online_slots(-(-max_steps // many), checkpoints))
+        places = jnp.asarray(revolve.online_slots(entries, checkpoints))
         first = (jnp.int32(0), state, Kept.empty(state, checkpoints))
         length, state, kept = lax.while_loop(lambda c: goes_on(c[0], consts, c[1]), one, first)
         return state, [], kept, length
 
-    chain = Chain(run, plain, keeping, checkpoints, max_steps)
-    last, _ = chain([*going.consts, *step.consts], state, [])
+    # gaps between kept states are those of the table, `many` times as long
+    again = (revolve.repetitions(entries, checkpoints) + 2) * (math.isqrt(many) + 1)
+    chain = Chain(run, plain, keeping, revolve.table(checkpoints, most, again))
+    last, _ = chain([*map(_constant, going.consts), *step.consts], state, [])
     return jax.tree.unflatten(carried, last)
 
 
 _MOST_PLACES = 2**14
+
+
+def _constant(x: Any) -> Any:
+    """A value that is not differentiated: that a loop goes on has no derivative."""
+    return lax.stop_gradient(x) if jaxprs.is_inexact(jax.typeof(x)) else x
 
 
 def _as_carried(loop: Callable[[Any], Any], init: Any) -> Any:

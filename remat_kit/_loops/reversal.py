@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from remat_kit._loops import revolve
 from remat_kit._trace import jaxprs
 
 Arrays = list[Any]
@@ -59,16 +58,14 @@ class Chain:
       step: what the loop closes over, the state and the slice of the inputs -> the new state and the outputs, flat.
       plain: consts, state, inputs -> the last state and all outputs, with nothing kept.
       keeping: the same, and what it kept and how many steps there were.
-      checkpoints: how many states are kept.
-      longest: the most steps that there can be.
+      betas: `revolve.table` for the states that are kept.
       index: the number of a step and of all steps -> where its slices of the inputs and outputs lie.
     """
 
     step: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
     plain: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
     keeping: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays, Kept, Any]]
-    checkpoints: int
-    longest: int
+    betas: np.ndarray
     index: Callable[[Any], Any] = lambda i: i
 
     def __call__(self, consts: Arrays, state: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
@@ -122,7 +119,7 @@ class Chain:
         def advance(i: Any, state: Arrays) -> Arrays:
             return self.step(consts, state, _slices(xs, self.index(i)))[0]
 
-        ct_state, ct_consts, ct_xs = _reverse(advance, pull, kept, length, self.longest, start)
+        ct_state, ct_consts, ct_xs = _reverse(advance, pull, kept, length, self.betas, start)
         return _spread(wants_consts, ct_consts), _spread(inexact, ct_state), _spread(wants_xs, ct_xs)
 
 
@@ -131,7 +128,7 @@ def _reverse(
     pull: Callable[[Any, Arrays, Any], Any],
     kept: Kept,
     length: Any,
-    longest: int,
+    betas: np.ndarray,
     cotangents: Any,
 ) -> Any:
     """Runs the steps backward.
@@ -140,19 +137,19 @@ def _reverse(
       advance: number of a step and its state -> the next state.
       pull: number of a step, its state and what is carried backward -> the same before the step.
       length: number of steps, maybe traced.
-      longest: the most that it can be.
+      betas: `revolve.table`.
 
     Returns:
       What is carried backward, before the first step.
     """
     checkpoints = kept.steps.shape[0] - 1
-    betas = jnp.asarray(revolve.table(checkpoints, longest))
+    table = jnp.asarray(betas)
     steps = kept.steps.at[checkpoints].set(jnp.where(kept.steps[checkpoints] == length - 1, length - 1, -1))
     used = steps >= 0
     stack = jnp.argsort(jnp.where(used, steps, np.iinfo(np.int32).max))  # places, the used ones first, by their steps
 
     def split(gap: Any, free: Any) -> Any:  # revolve.split
-        row, below = betas[free], betas[free - 1]
+        row, below = table[free], table[free - 1]
         r = jnp.sum(row[2:] < gap)
         return jnp.maximum(jnp.maximum(1, row[r]), gap - below[r + 2])
 

@@ -87,7 +87,7 @@ def online_slots(most: int, checkpoints: int) -> np.ndarray:
     """
     c = checkpoints
     found = np.full(most, c, np.int32)
-    betas = table(c + 1, most).astype(np.int64)
+    betas = table(c + 1, most, repetitions(most, c) + 3).astype(np.int64)
     steps: list[int] = []
     places: list[int] = []
     r = 1
@@ -130,8 +130,13 @@ def _advances(lengths: np.ndarray, checkpoints: np.ndarray, betas: np.ndarray) -
     return r * lengths - betas[checkpoints + 1, r + 1]
 
 
-def table(checkpoints: int, longest: int) -> np.ndarray:
-    """`beta` for 0 to `checkpoints` states (rows) and -2 repetitions on (columns), as far as `longest` asks for."""
-    enough = repetitions(longest, min(2, checkpoints))
-    columns = range(-2, enough + 1)
-    return np.array([[min(beta(c, r), longest) for r in columns] for c in range(checkpoints + 1)], np.int32)
+def table(checkpoints: int, longest: int, most: int) -> np.ndarray:
+    """`beta` for 0 to `checkpoints` states (rows) and -2 to `most` repetitions (columns), cut off at `longest`.
+
+    A part of a chain never needs more repetitions than the whole, so that few columns do, however long the chain is.
+    """
+    rows = np.zeros((checkpoints + 1, most + 3), np.int64)
+    rows[0, 2:] = 1
+    for c in range(1, checkpoints + 1):
+        rows[c] = np.minimum(np.cumsum(rows[c - 1]), longest)
+    return rows.astype(np.int32)

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from remat_kit._errors import RematError
 from remat_kit._loops import binomial
 from remat_kit._loops.runs import Run, in_parts, runs
+from remat_kit._numbers import whole
 from remat_kit._override import Wanted
 from remat_kit._policy import offload
 from remat_kit._wrap import check_options, remat
@@ -120,9 +121,10 @@ def _named(carry: Any) -> Any:
 def _segment_length(segments: Any, n: int) -> int:
     if segments == "sqrt":
         segments = math.isqrt(n - 1) + 1
-    if not isinstance(segments, int) or isinstance(segments, bool) or segments < 1:
+    count = whole(segments)
+    if count is None or count < 1:
         raise RematError(f'segments= is a number of segments, "sqrt" or "binomial", got {segments!r}.')
-    return -(-n // segments)
+    return -(-n // count)
 
 
 def _in_segments(

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from remat_kit._errors import RematError
+from remat_kit._numbers import whole
 from remat_kit._trace import default, jaxprs, narrow
 from remat_kit._trace.linearized import linearize
 from remat_kit._wrap import remat
@@ -77,15 +78,17 @@ def _sizes(segments: Any, n: int) -> list[int]:
     """How many functions each segment has."""
     if segments == "sqrt":
         segments = math.isqrt(n)
-    if isinstance(segments, int) and not isinstance(segments, bool):
-        if not 1 <= segments <= n:
-            raise RematError(f"segments={segments}, but there are {n} functions: give a number from 1 to {n}.")
-        return [n * (k + 1) // segments - n * k // segments for k in range(segments)]
+    if (count := whole(segments)) is not None:
+        if not 1 <= count <= n:
+            raise RematError(f"segments={count}, but there are {n} functions: give a number from 1 to {n}.")
+        return [n * (k + 1) // count - n * k // count for k in range(count)]
     if isinstance(segments, str) or not isinstance(segments, Sequence):
         raise RematError(f'segments= is a number, a list of sizes, "sqrt" or "auto", got {segments!r}.')
-    sizes = list(segments)
-    if not all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in sizes) or sum(sizes) != n:
-        raise RematError(f"segments={sizes} are to be positive sizes that add up to the number of functions, {n}.")
+    sizes = [whole(s) or 0 for s in segments]
+    if min(sizes, default=0) < 1 or sum(sizes) != n:
+        raise RematError(
+            f"segments={list(segments)} are to be positive sizes that add up to the number of functions, {n}."
+        )
     return sizes
 
 
