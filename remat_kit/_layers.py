@@ -112,12 +112,14 @@ class Layers:
                     f"methods has {name!r}, but {', '.join(sorted(k.__name__ for k in kinds))} has no such method"
                     f" (methods: {', '.join(sorted(known)) or 'none'}).{near_matches(name, known)}"
                 )
-        taken = [n for k in kinds for m in methods_of(k, self.methods) for n in self.static_names(getattr(k, m))]
+        functions = [getattr(kind, method) for kind in kinds for method in methods_of(kind, self.methods)]
         for name in self.static_argnames:
-            if name not in taken:
+            if not any(name in self.static_names(fn) for fn in functions):
+                arguments = {n for fn in functions for n in inspect.signature(fn).parameters} - {"self"}
                 raise ArgumentError(
-                    f"static_argnames has {name!r}, which {', '.join(self.methods)} of"
-                    f" {', '.join(sorted(k.__name__ for k in kinds))} does not take."
+                    f"static_argnames has {name!r}, which is no argument of {', '.join(self.methods)} of"
+                    f" {', '.join(sorted(k.__name__ for k in kinds))} (arguments:"
+                    f" {', '.join(sorted(arguments)) or 'none'}).{near_matches(name, arguments)}"
                 )
 
 

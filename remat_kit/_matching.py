@@ -33,7 +33,7 @@ def check_names(jaxpr: Any, policies: Iterable[Policy], *given: str) -> None:
     if jaxprs.remat3():
         have = {n for n in survey.names_in(jaxpr) if not is_reserved(n)}
     for p in asked:
-        missing = unmatched_names(p, have | {*given})
+        missing = [name for name in unmatched_names(p, have) if name not in given]
         if missing and any(matches(missing[0], n) for n in inside - have):
             raise RematError(
                 f"policy {p.name or str(p)[:200]!r}: the name {missing[0]!r} is given inside the forward rule of a "

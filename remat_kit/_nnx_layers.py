@@ -75,4 +75,4 @@ def _layer_class(cls: type, layers: Layers, options: Options) -> type:
 
 def _in_order(part: Any) -> tuple:
     """The order of attribute names and list positions, with the numbers in them as numbers."""
-    return tuple((text.isdigit(), int(text) if text.isdigit() else text) for text in re.split(r"(\d+)", str(part)))
+    return tuple((text.isdecimal(), int(text) if text.isdecimal() else text) for text in re.split(r"(\d+)", str(part)))

@@ -139,17 +139,18 @@ class Tied(nn.Module):
         return block(block(x, train), train)
 
 
+JitBlock = nn.jit(Block, static_argnums=2)  # its traces are cached
+
+
 class Jitted(nn.Module):
     @nn.compact
     def __call__(self, x, train=True):
-        for _ in range(2):
-            x = nn.jit(Block, static_argnums=2)()(x, train)
-        return x
+        return JitBlock()(JitBlock()(x, train), train)
 
 
 def training(model):
     """The model's loss as a function of its parameters, and these."""
-    variables = model.init(KEYS, X)
+    variables = jax.jit(model.init)(KEYS, X)
     state = {k: v for k, v in variables.items() if k not in ("params", "intermediates")}
 
     def loss(params):
@@ -160,8 +161,8 @@ def training(model):
             mutable=["batch_stats", "intermediates"],
             capture_intermediates=True,
         )
-        aux = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(updates.get("intermediates", {})))
-        return jnp.sum(y**2) + aux, (y, updates)
+        aux = sum(jnp.mean(leaf**2) for leaf in jax.tree.leaves(updates.get("intermediates", {})))
+        return jnp.mean(y**2) + aux, (y, updates)
 
     return loss, variables["params"], variables
 
@@ -234,7 +235,7 @@ def part_of_another(model):
     class InCompact(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return model(name="net")(x) + Block()(x)
+            return model(name="net")(Block()(x))
 
     class InSetup(nn.Module):
         def setup(self):
@@ -316,14 +317,17 @@ class Decorated(nn.Module):
 
 
 def test_decorated_linen_layers_get_the_new_policy():
-    def kept(policy, every=1, block=rk.linen.remat(Block, policy="full")):
+    decorated = rk.linen.remat(Block, policy="full")
+    loss, params, _ = training(Decorated(Block))
+    expected = loss(params)
+
+    def kept(policy, every=1, block=decorated):
         switched = rk.linen.remat_layers(Decorated, "Block", policy=policy, every=every)(block)
         loss, params, _ = training(switched)
-        assert_same(training(Decorated(Block))[0](params), loss(params))
+        assert_same(expected, loss(params))
         return regions(lambda p: loss(p)[0], params), held(lambda p: loss(p)[0], params)
 
-    assert kept("dots") == kept("dots", block=Block)
-    assert kept("full", every=2) == kept("full", every=2, block=Block)
+    assert kept("dots", every=2) == kept("dots", every=2, block=Block)
     assert kept("none")[0] == 0
 
 
@@ -428,7 +432,7 @@ def test_interceptors_of_the_model_itself_are_refused():
 def test_linen_layers_are_blocks_of_the_analyses():
     loss, params, _ = training(rk.linen.remat_layers(Compact(), "Block"))
     names = [block.path for block in rk.trace(lambda p: loss(p)[0], params).blocks]
-    assert [n for n in names if n.startswith("Block_")] == ["Block_0", "Block_1", "Block_2"]
+    assert [n for n in names if n.startswith("Block_") and "/" not in n] == ["Block_0", "Block_1", "Block_2"]
     by_path = rk.linen.remat_layers(Compact(), "Block", policy="save path=Dense_0")
     assert_same(training(by_path)[0](params), loss(params))
 
@@ -445,7 +449,7 @@ def test_linen_layers_are_blocks_of_the_analyses():
         ),
         (
             lambda: rk.linen.remat_layers(Compact, "Block", static_argnames="trian")().init(KEYS, X),
-            "static_argnames has 'trian', which __call__ of Block does not take. Did you mean 'train'",
+            "static_argnames has 'trian', which is no argument of __call__ of Block .*Did you mean 'train'",
         ),
         (lambda: rk.linen.remat_layers(Compact, "Block", every=0), "every= takes a whole number.*got 0"),
         (lambda: rk.linen.remat_layers(Compact, "Block", every=True), "every= takes a whole number"),
@@ -566,7 +570,7 @@ def trained(model):
 
 @pytest.mark.parametrize(
     ("model", "calls", "every_second"),
-    [(Attributes, 3, 2), (Listed, 3, 2), (Deep, 5, 4), (Stacked, 1, 1), (Parallel, 1, 1)],
+    [(Attributes, 3, 2), (Listed, 3, 2), (Deep, 5, 2), (Stacked, 1, 1), (Parallel, 1, 1)],
 )
 def test_a_switched_nnx_model_is_the_same_model(model, calls, every_second):
     expected = trained(model(nnx.Rngs(0)))
@@ -672,7 +676,7 @@ def test_methods_static_arguments_and_blocks_of_nnx_layers():
         ("Attributes", {}, "no layer of class 'Attributes'"),  # the model itself is none of its layers
         ("Layer", {"methods": "decode"}, "covers decode of Layer, but Attributes has only __call__, encode of it"),
         ("Layer", {"methods": ("__call__", "encod")}, "no such method.*Did you mean 'encode'"),
-        ("Layer", {"static_argnames": "trian"}, "'trian', which __call__ of Layer does not take.*'train'"),
+        ("Layer", {"static_argnames": "trian"}, "'trian', which is no argument of __call__ of Layer .*'train'"),
         ("Layer", {"every": 0}, "every= takes a whole number"),
         ("Layer", {"policy": "dotz"}, "dotz.*dots"),
         ("Layer", {"prevent_cse": "yes"}, "prevent_cse="),

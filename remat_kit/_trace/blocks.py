@@ -301,7 +301,11 @@ def _pattern(path: str) -> str:
 
 
 def segments(jaxpr: Any) -> list[Candidate]:
-    """Cuts a program without layers at its narrow places; one block, the whole of it, where cutting gains nothing."""
+    """Cuts a program without layers at its narrow places.
+
+    It is one block, the whole of it, where cutting gains nothing or there is little to cut: fewer than four matrix
+    products, or without any, of the operations that cost most.
+    """
     owner = jaxprs.opened(jaxpr)
     site: Site = ()
     outer: tuple[JaxprEqn, ...] = ()
@@ -309,13 +313,18 @@ def segments(jaxpr: Any) -> list[Candidate]:
         site, outer = (*site, (0, inner[0].key)), (*outer, owner.eqns[0])
         owner = jaxprs.opened(inner[0].jaxpr)
     n = len(owner.eqns)
-    cuts = narrow.cuts(owner)
+    flops = [cost.eqn_flops(e) for e in owner.eqns]
+    heavy = sum(map(cost.is_matmul, owner.eqns)) or sum(f * 5 >= max(flops, default=0) > 0 for f in flops)
+    cuts = narrow.cuts(owner) if heavy >= _LITTLE else []
     if not cuts:
         return [Candidate("whole", "whole", site, outer, owner, tuple(range(n)))] if n else []
     return [
         Candidate("segment", f"segment_{k}", site, outer, owner, tuple(range(a, b)))
         for k, (a, b) in enumerate(itertools.pairwise([0, *cuts, n]))
     ]
+
+
+_LITTLE = 4
 
 
 def part_path(path: str, first: int, last: int) -> str:
