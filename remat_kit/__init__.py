@@ -12,9 +12,9 @@ from remat_kit._errors import RematError as RematError
 from remat_kit._errors import RematWarning as RematWarning
 from remat_kit._errors import UnknownPolicyError as UnknownPolicyError
 from remat_kit._every import every as every
-from remat_kit._loops.binomial import while_loop as while_loop
 from remat_kit._loops.scan import scan as scan
 from remat_kit._loops.sequential import sequential as sequential
+from remat_kit._loops.while_loop import while_loop as while_loop
 from remat_kit._override import override as override
 from remat_kit._plan.frontier import Frontier as Frontier
 from remat_kit._plan.frontier import frontier as frontier

@@ -259,6 +259,8 @@ def policy(spec: Policy | str | Callable[..., Any] | None) -> Policy:
             raise RematError(f"the policy callable {spec!r} is not hashable, which jax.checkpoint needs.") from None
         return Policy(native=spec)
     hint = " A policy for each block goes to apply(fn, {block: policy})." if isinstance(spec, Mapping) else ""
+    if type(spec).__name__ == "Every":
+        hint = " every(...) goes to apply and the analyses, for all blocks or in a mapping of blocks to policies."
     if hasattr(spec, "policy_for"):
         hint = " A plan goes to apply, measure, compare or residuals as it is; of one block, plan.policy_for(block)."
     raise RematError(

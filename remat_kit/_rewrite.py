@@ -95,7 +95,14 @@ def _scopes_around(c: Candidate) -> tuple[str, ...]:
 
 
 def _in_loop(c: Candidate, choice: Choice) -> bool:
-    return choice.in_loop or any(e.primitive.name in ("scan", "while") for e in c.outer)
+    return choice.in_loop or any(_is_loop(e) for e in c.outer)
+
+
+def _is_loop(eqn: JaxprEqn, trips: int | None = None) -> bool:
+    """Whether XLA is given a loop: not where a scan has one iteration, or all of them in one."""
+    if eqn.primitive.name != "scan":
+        return eqn.primitive.name == "while"
+    return max(1, eqn.params["unroll"]) < (eqn.params["length"] if trips is None else trips)
 
 
 def _scoped(names: Sequence[str]) -> Any:
@@ -138,7 +145,7 @@ def _block_eqn(eqn: JaxprEqn, operands: list[Any], c: Candidate, policy: Policy,
         fun = block_function(program, policy, prevent_cse=region.prevent_cse if asked else False, place=place)
         with jaxprs.context(eqn), jax.named_scope(marks.BLOCK + c.path):
             return list(fun(*operands))
-    fun = block_function(program, policy, prevent_cse=False, place=place)
+    fun = block_function(program, policy, prevent_cse=not (choice.in_loop or _is_loop(eqn)), place=place)
 
     def body(*xs: Any) -> list[Any]:
         with jax.named_scope(marks.BLOCK + c.path):
@@ -160,7 +167,7 @@ def _parts_of_scan(
         if at < first:
             programs.append((at, first, call.jaxpr))
         program, place = program_of(c, policy)
-        fun = block_function(program, policy, prevent_cse=False, place=place)
+        fun = block_function(program, policy, prevent_cse=not _is_loop(eqn, last - first), place=place)
 
         def body(*xs: Any, fun: Any = fun, c: Candidate = c) -> list[Any]:
             with jax.named_scope(marks.BLOCK + c.path):

@@ -160,7 +160,7 @@ def test_the_closed_form_is_the_optimum():
 
 @pytest.mark.parametrize("checkpoints", [1, 2, 4, 9, 16])
 def test_online_places_are_near_the_optimum(checkpoints):
-    table = revolve.online_slots(600, checkpoints)
+    table = revolve.online_slots(revolve.Places(600), checkpoints)
     ratios = []
     for n in range(checkpoints + 2, 600, 7):
         held = {int(place): step for step, place in enumerate(table[:n]) if place < checkpoints}
@@ -312,11 +312,14 @@ def test_a_block_name_reaches_the_step():
         ({"policy": ["full"] * 10, "segments": 2}, "choose one"),
         ({"policy": "none", "offload_carry": True}, 'policy= is "none"'),
         ({"policy": "dotz"}, "dotz"),
+        ({"policy": rk.every(2, "full")}, "goes to apply"),
+        ({"offload_carry": True}, "this carry has none"),
     ],
 )
 def test_options_that_make_no_sense(options, message):
     with pytest.raises(rk.RematError, match=message):
-        rk.scan(lambda h, _: (jnp.sin(h), None), 1.0, None, 10, **options)
+        init = jnp.ones(2) if options.get("policy") == "none" else 1.0
+        rk.scan(lambda h, _: (jnp.sin(h), None), init, None, 10, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"segments": 2}, {"segments": "binomial"}, {"policy": ["full"] * 4}])
@@ -339,3 +342,94 @@ def test_a_step_that_writes_to_a_reference_is_refused():
             rk.scan(step, 1.0, None, 4, **options)
     with pytest.raises(rk.RematError, match="max_steps"):
         rk.while_loop(lambda h: h > 0, jnp.sin, 1.0, max_steps=2.5)
+
+
+def temporaries(fn, *args):
+    """Bytes of temporary memory of the gradient, compiled with all optimizations."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        compiled = jax.jit(jax.grad(fn)).lower(*args).compile()
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="its CPU compiler merges recomputation outside loops")
+def test_remat_stays_where_the_compiler_unrolls_the_loop():
+    h, ws = jnp.ones((512, 16)), jnp.ones((8, 16, 16))
+
+    def fn(scan, **options):
+        step = lambda h, w: (jnp.tanh(jnp.sin(1.1 * jnp.sin(h @ w))), None)  # noqa: E731
+        return lambda h: jnp.sum(scan(step, h, ws, **options)[0])
+
+    carries = {k: temporaries(f, h) / h.nbytes for k, f in {
+        "none": fn(jax.lax.scan, unroll=True),
+        "unrolled": fn(rk.scan, unroll=True),
+        "each": fn(rk.scan, policy=["full", "none"] * 4),
+        "one segment": fn(rk.scan, segments=1, unroll=8),
+        "blocks": rk.apply(fn(jax.lax.scan, unroll=8), {"scan": "full"}),
+        "parts": rk.apply(fn(jax.lax.scan), {f"scan@{i}:{i + 1}": "full" for i in range(8)}),
+    }.items()}  # fmt: skip
+    assert carries["none"] > 15
+    assert carries["each"] < 0.85 * carries["none"]
+    for how in ("unrolled", "one segment", "blocks", "parts"):
+        assert carries[how] < 0.7 * carries["none"], how
+
+
+@pytest.mark.parametrize("options", [{}, {"segments": 3}, {"segments": "binomial"}, {"policy": ["full"] * 4}])
+def test_dropout_of_a_linen_module_is_that_of_the_plain_scan(options):
+    from flax import linen as nn
+
+    class Model(nn.Module):
+        options: dict | None
+
+        @nn.compact
+        def __call__(self, x):
+            dense, dropout = nn.Dense(16), nn.Dropout(0.4, deterministic=False)
+            x = dense(x)
+            scan = jax.lax.scan if self.options is None else rk.scan
+            return scan(lambda h, _: (dropout(dense(h)), None), x, None, 4, **(self.options or {}))[0]
+
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    x = jnp.ones((4, 16))
+    params = Model(None).init(rngs, x)
+    plain, ours = (Model(o).apply(params, x, rngs={"dropout": jax.random.key(2)}) for o in (None, options))
+    np.testing.assert_allclose(plain, ours, rtol=1e-6)
+
+
+def test_effects_that_must_not_be_repeated_are_refused_under_grad():
+    from jax.experimental import io_callback
+
+    def step(h, _=None):
+        io_callback(lambda: None, None, ordered=True)
+        return jnp.sin(h)
+
+    binomial = lambda h: rk.scan(lambda h, _: (step(h), None), h, None, 5, segments="binomial")[0]  # noqa: E731
+    loop = lambda h: rk.while_loop(lambda h: h > 0.7, step, h, max_steps=5)  # noqa: E731
+    for fn in (binomial, loop):
+        assert np.isfinite(fn(1.0))
+        with pytest.raises(NotImplementedError, match="must not be repeated"):
+            jax.grad(fn)(1.0)
+
+
+def test_no_traces_are_leaked():
+    with jax.checking_leaks():
+        for options in ({}, {"segments": 2}, {"segments": "binomial"}):
+            jax.grad(lambda w, o=options: rk.scan(lambda c, _: (jnp.sin(c * w), None), 1.0, None, 3, **o)[0])(1.0)
+        jax.grad(lambda w: rk.while_loop(lambda c: c > w, lambda c: jnp.sin(c * w), 1.0, max_steps=3))(0.5)
+
+
+def test_tables_stay_small_however_long_a_loop_may_be():
+    assert revolve.table(127, 2**31 - 1, 10).shape == (128, 13)
+    places = revolve.Places(10**6)
+    steps = [step for step, _ in places.steps()]
+    assert len(steps) == places.entries < 40_000 and steps[:8192] == list(range(8192))
+    entry, is_one = places.entry(jnp.asarray(steps, jnp.int32))
+    assert is_one.all() and (entry == jnp.arange(len(steps))).all()
+
+
+def test_the_number_of_steps_may_be_far_above_what_is_taken():
+    fn = lambda h: rk.while_loop(lambda s: s[1] < 30, lambda s: (jnp.sin(s[0]), s[1] + 1), (h, 0), max_steps=10**9)[0]  # noqa: E731
+    plain = lambda h: jax.lax.fori_loop(0, 30, lambda _, h: jnp.sin(h), h)  # noqa: E731
+    np.testing.assert_allclose(jax.grad(fn)(1.0), jax.jvp(plain, (1.0,), (1.0,))[1], rtol=1e-5)

@@ -91,6 +91,29 @@ def test_wrong_segments(fns, segments, message):
         rk.sequential(fns, 1.0, segments=segments)
 
 
+def test_auto_with_what_is_no_array_and_without_jit():
+    fns = [lambda x: (jnp.sin(x), "sine"), lambda p: jnp.sin(p[0]) if p[1] == "sine" else p[0], jnp.sin, jnp.cos]
+    with jax.disable_jit():
+        np.testing.assert_allclose(
+            rk.sequential(fns, 1.0, segments="auto"), np.cos(np.sin(np.sin(np.sin(1.0)))), rtol=1e-6
+        )
+    np.testing.assert_allclose(
+        rk.sequential(fns, 1.0, segments=np.array([1, 3])), np.cos(np.sin(np.sin(np.sin(1.0)))), rtol=1e-6
+    )
+
+
+def test_modules_with_state_are_refused():
+    from flax import linen as nn
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return rk.sequential([nn.Dense(4) for _ in range(3)], x)
+
+    with pytest.raises(rk.RematError, match="bound Linen module"):
+        Stack().init(jax.random.key(0), X)
+
+
 # every ----------------------------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from remat_kit._errors import UnsupportedEffectError
 from remat_kit._trace import jaxprs
 
 Arrays = list[Any]
@@ -59,6 +60,7 @@ class Chain:
       plain: consts, state, inputs -> the last state and all outputs, with nothing kept.
       keeping: the same, and what it kept and how many steps there were.
       betas: `revolve.table` for the states that are kept.
+      replays: whether its steps may run again.
       index: the number of a step and of all steps -> where its slices of the inputs and outputs lie.
     """
 
@@ -66,6 +68,7 @@ class Chain:
     plain: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
     keeping: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays, Kept, Any]]
     betas: np.ndarray
+    replays: bool
     index: Callable[[Any], Any] = lambda i: i
 
     def __call__(self, consts: Arrays, state: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
@@ -75,6 +78,12 @@ class Chain:
         return run(consts, state, xs)
 
     def _forward(self, *args: Any) -> tuple[Any, Any]:
+        if not self.replays:
+            raise UnsupportedEffectError(
+                "the loop is differentiated and its body has an effect that must not be repeated (io_callback), but "
+                "the backward pass runs steps again. Use jax.debug.callback for what may run twice or "
+                "jax.pure_callback for what has no side effects, or move the call out of the loop."
+            )
         consts, state, xs = jax.tree.map(lambda x: x.value, args, is_leaf=lambda x: hasattr(x, "perturbed"))
         asked = [[(None if _has_derivative(x.value) and x.perturbed else ()) for x in arg] for arg in args]
         last, ys, kept, length = self.keeping(consts, state, xs)

@@ -14,10 +14,15 @@ evaluation that the derivative of a step itself needs is not counted.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Iterator
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 def beta(checkpoints: int, repetitions: int) -> int:
@@ -77,36 +82,84 @@ def slots(length: int, checkpoints: int) -> np.ndarray:
     return table
 
 
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """The steps of a chain of up to `most` steps whose states can be kept.
+
+    All of the first 8192; of those up to 16384 every second one, of those up to 32768 every fourth, and so on.
+    """
+
+    most: int
+
+    @property
+    def entries(self) -> int:
+        """How many there are."""
+        if self.most <= EXACT:
+            return self.most
+        octave = (self.most - 1).bit_length() - _EXACT_BITS - 1
+        begin = EXACT << octave
+        return EXACT + EXACT // 2 * octave - (begin - self.most) // (2 << octave)
+
+    @property
+    def widest(self) -> int:
+        """The most steps from one to the next."""
+        return 1 if self.most <= EXACT else 2 << ((self.most - 1).bit_length() - _EXACT_BITS - 1)
+
+    def steps(self) -> Iterator[tuple[int, int]]:
+        """Each of these steps, and how far apart they are there."""
+        step, stride = 0, 1
+        while step < self.most:
+            if step >= EXACT * stride:
+                stride *= 2
+            yield step, stride
+            step += stride
+
+    def entry(self, step: Any) -> tuple[Any, Any]:
+        """The number of a step among these, where it is one of them; a traced number."""
+        octave = jnp.maximum(0, 31 - lax.clz(step >> _EXACT_BITS))
+        later = step >= EXACT
+        stride = jnp.where(later, 2 << octave, 1)
+        coarse = EXACT + EXACT // 2 * octave + (step - (EXACT << octave)) // stride
+        return jnp.where(later, coarse, step), step % stride == 0
+
+
+_EXACT_BITS = 13
+EXACT = 1 << _EXACT_BITS
+
+
 @functools.lru_cache(maxsize=64)
-def online_slots(most: int, checkpoints: int) -> np.ndarray:
-    """The same for a chain that may end after any number of steps up to `most`; places are used again.
+def online_slots(places: Places, checkpoints: int) -> np.ndarray:
+    """For each step that can be kept of a chain that may end anywhere: where its state is kept; places are used again.
 
     Each state that needs a place takes it from the one whose absence costs the fewest advances. A gap between two
     kept states never grows beyond what can be reversed in so many repetitions as the chain so far needs at least, or
     one more.
     """
     c = checkpoints
-    found = np.full(most, c, np.int32)
-    betas = table(c + 1, most, repetitions(most, c) + 3).astype(np.int64)
-    steps: list[int] = []
-    places: list[int] = []
-    r = 1
-    for step in range(most):
-        place = len(steps)
+    found = np.full(places.entries, c, np.int32)
+    betas = table(c + 1, places.most, repetitions(2 * EXACT, c) + 3).astype(np.int64)
+    kept: list[int] = []
+    at: list[int] = []
+    r, stride = 1, 1
+    for entry, (step, apart) in enumerate(places.steps()):
+        if apart != stride:  # the same problem in larger units
+            stride = apart
+            r = max(1, repetitions(step // stride, c))
+        place = len(kept)
         if place >= c:
             dropped = None
-            while step - steps[-1] > r:
-                dropped = _dispensable(np.array([*steps, step]), betas, r)
+            while step - kept[-1] > r * stride:
+                dropped = _dispensable(-(-np.array([*kept, step]) // stride), betas, r)
                 if dropped is not None:
                     break
                 r += 1
             if dropped is None:
                 continue
-            del steps[dropped]
-            place = places.pop(dropped)
-        steps.append(step)
-        places.append(place)
-        found[step] = place
+            del kept[dropped]
+            place = at.pop(dropped)
+        kept.append(step)
+        at.append(place)
+        found[entry] = place
     found.setflags(write=False)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,18 +10,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from remat_kit._errors import RematError
 from remat_kit._loops import binomial
-from remat_kit._loops.runs import Run, in_parts, runs
+from remat_kit._loops.parts import Body, Run, in_parts, is_unrolled, runs
+from remat_kit._loops.traced import run_as
 from remat_kit._numbers import whole
-from remat_kit._override import Wanted
-from remat_kit._policy import offload
-from remat_kit._wrap import check_options, remat
-
-CARRY = "scan_carry"  # the checkpoint name of a carry that is offloaded
-_CARRY_OFFLOADED = offload(name=CARRY)
+from remat_kit._policy import policy as as_policy
+from remat_kit._rewrite import check_effects
+from remat_kit._static_args import name_of
+from remat_kit._trace import jaxprs
+from remat_kit._trace.jaxprs import JaxprEqn
+from remat_kit._wrap import check_options
 
 
 def scan(
@@ -74,79 +75,83 @@ def scan(
     """
     check_options(prevent_cse, block)
     several = isinstance(policy, (Sequence, Mapping)) and not isinstance(policy, str)
-    if checkpoints is not None and segments != "binomial":
+    _check(f, several, segments, checkpoints, offload_carry, init)
+    body = Body(prevent_cse, block, offload_carry and segments is None)
+    if not several and segments is None:
+        step = body.of(f, policy, is_unrolled(_length(xs, length), unroll))
+        return lax.scan(step, init, xs, length=length, reverse=reverse, unroll=unroll)
+
+    def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        (call,) = jaxprs.calls(eqn)
+        check_effects(call.jaxpr)
+        n, first, last = eqn.params["length"], call.num_consts, call.num_consts + call.num_carry
+        consts, carry, inputs = operands[:first], operands[first:last], operands[last:]
+
+        def step(consts: list[Any], carry: list[Any], x: list[Any]) -> list[Any]:
+            return jaxprs.evaluate(call.jaxpr, *consts, *carry, *x)
+
+        def of_consts(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            out = step(consts, carry, x)
+            return out[: call.num_carry], out[call.num_carry :]
+
+        parts = runs(policy, n) if several else []
+        if not n:
+            return jaxprs.bind(eqn, operands)
+        if segments == "binomial":
+            chosen = step if policy is None else body.of(step, policy, False)
+            return binomial.scan(chosen, consts, carry, inputs, eqn, checkpoints)
+        parts = parts or _segments(segments, policy, n, reverse)
+        carry, ys = in_parts(of_consts, carry, inputs, parts, eqn, body, offload_carry and not several)
+        return [*carry, *ys]
+
+    policies = [p for p in _policies(policy, several) if p.remat]
+    by_path = any(rule.selector.path for p in policies for rule in p.rules)
+    loop = lambda init, xs: lax.scan(f, init, xs, length=length, reverse=reverse, unroll=unroll)  # noqa: E731
+    return run_as(run, name_of(f), "scan", loop, init, xs, by_path=by_path)
+
+
+def _check(f: Any, several: bool, segments: Any, checkpoints: Any, offload_carry: bool, init: Any) -> None:
+    """Refuses options that do not fit together."""
+    if not callable(f):
+        raise RematError(f"scan takes a function first, as jax.lax.scan does, got {type(f).__name__}: {f!r:.80}")
+    is_binomial = isinstance(segments, str) and segments == "binomial"
+    if checkpoints is not None and not is_binomial:
         raise RematError(f'checkpoints= goes with segments="binomial", got segments={segments!r}.')
     if several and segments is not None:
         raise RematError("segments= and a policy for each step cannot be had together: choose one.")
-    if segments == "binomial" and offload_carry:
+    if is_binomial and offload_carry:
         raise RematError('offload_carry= goes with carries that a scan stacks; segments="binomial" keeps few of them.')
-    if not several and segments is None:
-        body = _body(f, policy, offload_carry, prevent_cse, block)
-        return lax.scan(body, init, xs, length=length, reverse=reverse, unroll=unroll)
-
-    jax.eval_shape(lambda init, xs: lax.scan(f, init, xs, length=length, reverse=reverse), init, xs)  # JAX's errors
-    n = length if length is not None else jax.tree.leaves(xs)[0].shape[0]
-    xs = jax.tree.map(jnp.asarray, xs)
-    if n == 0:
-        return lax.scan(f, init, xs, length=length, reverse=reverse)
-    if several:
-        bodies = {run: _body(f, run.policy, offload_carry, prevent_cse, block) for run in runs(policy, n)}
-
-        def part(carry: Any, xs: Any, run: Run) -> tuple[Any, Any]:
-            return lax.scan(bodies[run], carry, xs, length=run.last - run.first, reverse=reverse, unroll=unroll)
-
-        return in_parts(part, init, xs, list(bodies), reverse)
-    if segments == "binomial":
-        body = f if policy is None else _body(f, policy, False, prevent_cse, block)
-        return binomial.scan(body, init, xs, n, reverse, unroll, checkpoints)
-    body = _body(f, policy, False, prevent_cse, block)
-    return _in_segments(body, init, xs, n, _segment_length(segments, n), reverse, unroll, offload_carry)
+    if is_binomial:
+        binomial.count_of(checkpoints, 1)
+    elif segments is not None:
+        _segment_length(segments, 1)
+    if offload_carry and not any(jnp.ndim(x) and jaxprs.is_inexact(jax.typeof(x)) for x in jax.tree.leaves(init)):
+        raise RematError("offload_carry= moves arrays of floating-point numbers, and this carry has none.")
 
 
-def _body(f: Any, policy: Any, offloads: bool, prevent_cse: bool | None, block: str | None) -> Callable[..., Any]:
-    if not offloads:
-        return remat(f, policy=policy, prevent_cse=prevent_cse, block=block)
-    chosen = Wanted.of(policy).policy
-    if not chosen.remat:
-        raise RematError('offload_carry= needs steps that are rematerialized, and policy= is "none".')
-    both = _CARRY_OFFLOADED | chosen
-    return remat(lambda carry, x: f(_named(carry), x), policy=both, prevent_cse=prevent_cse, block=block)
+def _policies(policy: Any, several: bool) -> list[Any]:
+    given = (policy.values() if isinstance(policy, Mapping) else policy) if several else [policy]
+    return [as_policy("full" if p is None else p) for p in given]
 
 
-def _named(carry: Any) -> Any:
-    """Names the arrays of a carry. Scalars and what has no derivative stay where they are."""
-    return jax.tree.map(lambda x: checkpoint_name(x, CARRY) if jnp.ndim(x) else x, carry)
+def _length(xs: Any, length: Any) -> int | None:
+    """The number of steps, where it is easily seen; JAX checks it."""
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(xs) if hasattr(x, "shape")]
+    return next((s[0] for s in shapes if s), whole(length))
 
 
 def _segment_length(segments: Any, n: int) -> int:
-    if segments == "sqrt":
-        segments = math.isqrt(n - 1) + 1
+    if isinstance(segments, str) and segments == "sqrt":
+        segments = math.isqrt(max(n - 1, 0)) + 1
     count = whole(segments)
     if count is None or count < 1:
         raise RematError(f'segments= is a number of segments, "sqrt" or "binomial", got {segments!r}.')
     return -(-n // count)
 
 
-def _in_segments(
-    body: Any, init: Any, xs: Any, n: int, size: int, reverse: bool, unroll: Any, offloads: bool
-) -> tuple[Any, Any]:
-    """A scan over segments of `size` steps, each a region of its own, and one over what is left at the end."""
-
-    def segment(steps: int) -> Callable[..., Any]:
-        def run(carry: Any, xs: Any) -> tuple[Any, Any]:
-            carry = _named(carry) if offloads else carry
-            return lax.scan(body, carry, xs, length=steps, reverse=reverse, unroll=unroll)
-
-        return remat(run, policy=_CARRY_OFFLOADED if offloads else None)
-
-    def part(carry: Any, xs: Any, run: Run) -> tuple[Any, Any]:
-        count = (run.last - run.first) // size
-        if not count:
-            return segment(run.last - run.first)(carry, xs)
-        folded = jax.tree.map(lambda x: x.reshape(count, size, *x.shape[1:]), xs)
-        carry, ys = lax.scan(segment(size), carry, folded, length=count, reverse=reverse)
-        return carry, jax.tree.map(lambda y: y.reshape(count * size, *y.shape[2:]), ys)
-
+def _segments(segments: Any, policy: Any, n: int, reverse: bool) -> list[Run]:
+    """The runs of a scan in segments: those of full length, and what is left at the end."""
+    size = _segment_length(segments, n)
     left = n % size
-    spans = [Run(0, left, None), Run(left, n, None)] if reverse else [Run(0, n - left, None), Run(n - left, n, None)]
-    return in_parts(part, init, xs, [s for s in spans if s.first < s.last], reverse)
+    bounds = (0, left, n) if reverse else (0, n - left, n)
+    return [Run(a, b, policy, min(size, b - a)) for a, b in itertools.pairwise(bounds) if a < b]

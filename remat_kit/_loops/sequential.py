@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from remat_kit import _adapters
 from remat_kit._errors import RematError
 from remat_kit._numbers import whole
 from remat_kit._trace import default, jaxprs, narrow
+from remat_kit._trace.inputs import seal, unseal
 from remat_kit._trace.linearized import linearize
 from remat_kit._wrap import remat
 
@@ -37,7 +39,8 @@ def sequential(
         y = rk.sequential([stem, *layers, head], x, segments=[1, 4, 4, 1])  # so many functions in each
 
     Args:
-      fns: functions of one pytree each. What they close over (parameters) is differentiated as usual.
+      fns: functions of one pytree each. What they close over (parameters) is differentiated as usual. Flax modules,
+        which have state, are refused: pass functions of their parameters, or use the decorators for Flax.
       x: what the first one is given.
       segments: how many, of equally many functions as far as possible; how many functions in each; ``"sqrt"`` for
         about the square root of their number; or ``"auto"`` for the cuts with the smallest sum of what segments hand
@@ -53,6 +56,7 @@ def sequential(
     fns = list(fns)
     if not fns or not all(map(callable, fns)):
         raise RematError(f"sequential takes functions, one or more, got {fns!r:.200}.")
+    _adapters.refuse_modules("sequential", fns)
     sizes = _auto(fns, x) if isinstance(segments, str) and segments == "auto" else _sizes(segments, len(fns))
     bounds = list(itertools.accumulate(sizes, initial=0))
     for first, last in itertools.pairwise(bounds):
@@ -76,13 +80,13 @@ class _Chain:
 
 def _sizes(segments: Any, n: int) -> list[int]:
     """How many functions each segment has."""
-    if segments == "sqrt":
+    if isinstance(segments, str) and segments == "sqrt":
         segments = math.isqrt(n)
     if (count := whole(segments)) is not None:
         if not 1 <= count <= n:
             raise RematError(f"segments={count}, but there are {n} functions: give a number from 1 to {n}.")
         return [n * (k + 1) // count - n * k // count for k in range(count)]
-    if isinstance(segments, str) or not isinstance(segments, Sequence):
+    if isinstance(segments, str) or not isinstance(segments, (Sequence, np.ndarray)):
         raise RematError(f'segments= is a number, a list of sizes, "sqrt" or "auto", got {segments!r}.')
     sizes = [whole(s) or 0 for s in segments]
     if min(sizes, default=0) < 1 or sum(sizes) != n:
@@ -98,10 +102,11 @@ def _auto(fns: Sequence[Callable[[Any], Any]], x: Any) -> list[int]:
     def chain(x: Any) -> list[Any]:
         values = []
         for fn in fns:
-            values.append(x := jax.jit(lambda x, fn=fn: fn(x))(x))  # one equation for each
+            values.append(x := jax.jit(lambda x, fn=fn: seal(fn(unseal(x))))(x))  # one equation for each
         return values
 
-    jaxpr, values = jax.make_jaxpr(chain, return_shape=True)(x)
+    with jax.disable_jit(False), _adapters.state_errors("sequential"):
+        jaxpr, values = jax.make_jaxpr(chain, return_shape=True)(seal(x))
     owner = jaxprs.opened(jaxpr)
     program = jaxprs.subprogram(jaxpr, owner.eqns, jaxprs.inputs(jaxpr), owner.outvars)
     invars, outvars = jaxprs.opened(program).invars, owner.outvars

@@ -17,14 +17,15 @@ def programs(jaxpr: Any, *, forward_rules: bool = False) -> Iterator[Any]:
       forward_rules: whether the forward rules of custom_vjp calls count. Those inside a forward rule do not run when it
         does, and one may call its own function.
     """
-    seen: dict[int, Any] = {}  # by identity, and kept alive so that none takes another's
+    seen: dict[tuple[int, bool], Any] = {}  # by identity, and kept alive so that none takes another's
     todo = [(jaxprs.opened(jaxpr), forward_rules)]
     while todo:
         program, rules = todo.pop()
-        if id(program) in seen:
+        if (id(program), rules) in seen or (id(program), True) in seen:
             continue
-        seen[id(program)] = program
-        yield program
+        if (id(program), False) not in seen:
+            yield program
+        seen[id(program), rules] = program
         for e in program.eqns:
             todo += [(jaxprs.opened(c.jaxpr), rules) for c in jaxprs.calls(e)]
             if rules and jaxprs.is_custom_vjp(e) and (rule := jaxprs.forward_rule(e)) is not None:
