@@ -3,6 +3,7 @@
     python benchmarks/loops.py --memory                # compiled for the CPU and a TPU
     python benchmarks/loops.py --peers                 # step times and memory on the CPU, in one run
     python benchmarks/loops.py --stack                 # a deep uniform stack, as in Chen et al. 2016
+    python benchmarks/loops.py --offload               # carries in the memory of a TPU's host
 
 The machine may be shared, so read ratios of times, not the times. Results go to benchmarks/results.
 """
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--stack", action="store_true")
+    parser.add_argument("--offload", action="store_true")
     parser.add_argument("--targets", nargs="*", default=["cpu", "tpu:v5e"])
     args = parser.parse_args()
     if args.memory:
@@ -46,6 +48,8 @@ def main() -> None:
         write("loops_peers", peers())
     if args.stack:
         write("loops_stack", stack())
+    if args.offload:
+        write("loops_offload", offload())
 
 
 def write(name: str, rows: list[dict[str, Any]]) -> None:
@@ -195,6 +199,30 @@ def stack() -> list[dict[str, Any]]:
         }
         for k in named
     ]
+
+
+def offload() -> list[dict[str, Any]]:
+    """32 layers over 16 MiB of activations on a TPU v5e, with carries kept on the device and on the host."""
+    args = (jax.ShapeDtypeStruct((32, 512, 512), jnp.bfloat16), jax.ShapeDtypeStruct((16384, 512), jnp.bfloat16))
+
+    def loss(ws: Any, x: Any, **options: Any) -> Any:
+        out = rk.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, ws, **options)[0]
+        return jnp.mean(out.astype(jnp.float32) ** 2)
+
+    named: dict[str, dict[str, Any]] = {
+        "carries kept": {},
+        "carries offloaded": {"offload_carry": True},
+        "sqrt": {"segments": "sqrt"},
+        "sqrt, carries offloaded": {"segments": "sqrt", "offload_carry": True},
+    }
+    rows = []
+    for name, options in named.items():
+        m = rk.measure(functools.partial(loss, **options), *args, target="tpu:v5e")
+        rows.append({
+            "mode": name, "peak MiB": m.peak_bytes / MiB, "host MiB": (m.host_bytes or 0) / MiB,
+            "roofline ms": 1e3 * (m.roofline_seconds or 0),
+        })  # fmt: skip
+    return rows
 
 
 if __name__ == "__main__":

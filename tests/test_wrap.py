@@ -340,3 +340,24 @@ def test_prevent_cse_takes_a_prefix_of_the_arguments():
     assert barriers(lambda x: both(True, x, 4.0, z=5.0), args[0]) > 0
     one = rk.remat(lambda flag, x, y: jnp.sin(jnp.sin(x * y)), prevent_cse=(True, False), static_argnums=0)
     assert barriers(lambda x: one(True, x, x), 2.0) == barriers(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x * x))), 2.0)
+
+
+def test_names_in_forward_rules_are_found_in_any_order():
+    @jax.custom_vjp
+    def inner(x):
+        return jnp.sin(x)
+
+    inner.defvjp(lambda x: (rk.checkpoint_name(jnp.sin(x), "named"), x), lambda x, c: (c * jnp.cos(x),))
+    shared = jax.jit(inner)
+
+    @jax.custom_vjp
+    def outer(x):
+        return jnp.cos(x)
+
+    outer.defvjp(lambda x: (shared(x), x), lambda x, c: (c,))
+    for fn in (lambda x: outer(shared(x)), lambda x: shared(outer(x))):
+        if jax.config.jax_remat3:
+            with pytest.raises(rk.RematError, match="forward rule"):
+                rk.remat(fn, policy="save name=named")(1.0)
+        else:
+            assert rk.remat(fn, policy="save name=named")(1.0) == fn(1.0)
