@@ -161,3 +161,22 @@ def test_equations_that_are_no_unit_are_refused_with_the_reason():
     group = Candidate("module", "layer", (), (), apart.jaxpr, (0, 2))
     moved = rewrite(apart, Choice(((group, rk.policy("full")),)))
     np.testing.assert_allclose(moved(1.0)[0], np.sin(1.0) + np.cos(1.0), rtol=1e-6)
+
+
+def test_layers_that_nn_scan_calls_through_a_lambda_keep_their_name():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.Dense(16, name="layers")
+            scan = nn.scan(
+                lambda m, c, _: (jnp.sin(m(c)), None),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=4,
+            )
+            return scan(layer, x, None)[0]
+
+    model = Model()
+    params = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((2, 16)))
+    report = rk.residuals(lambda p, x: jnp.sum(model.apply(p, x)), params, jnp.ones((2, 16)), policy={"layers": "full"})
+    assert report.blocks == ("layers",)

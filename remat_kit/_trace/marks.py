@@ -112,7 +112,7 @@ def method(module: Any, path: Sequence[str], called: str) -> Iterator[None]:
         yield
         return
     name = "/".join(path[len(above) :] if above is not None and path[: len(above)] == above else path)
-    if called != "__call__" and name:
+    if called != "__call__" and name and called.isidentifier():  # a lambda is no method
         name += "." + called
     with mark(name, module=module, path=path):
         yield
