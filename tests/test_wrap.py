@@ -361,3 +361,17 @@ def test_names_in_forward_rules_are_found_in_any_order():
                 rk.remat(fn, policy="save name=named")(1.0)
         else:
             assert rk.remat(fn, policy="save name=named")(1.0) == fn(1.0)
+
+
+def test_a_forward_rule_that_closes_over_an_array():
+    k = jnp.arange(3.0)
+
+    @jax.custom_vjp
+    def fn(x):
+        return jnp.sin(x) * k
+
+    fn.defvjp(lambda x: (jnp.tanh(x) * k, x * k), lambda x, c: (c * k,))
+    x = jnp.ones(3)
+    wrapped = rk.remat(lambda x: jnp.sum(fn(jnp.exp(x))), policy="save op=exp")
+    np.testing.assert_allclose(jax.grad(wrapped)(x), jax.grad(lambda x: jnp.sum(fn(jnp.exp(x))))(x), rtol=1e-6)
+    assert rk.residuals(lambda x: jnp.sum(fn(jnp.exp(x))), x, policy="save op=exp").total_bytes >= 12

@@ -55,11 +55,14 @@ def _figures(step: Step, target: Target, compiled: compiling.Compiled) -> dict[s
     m = compiled.memory
     sizes = {k: m.get(f"{k}_size_in_bytes", 0) for k in ("temp", "argument", "output", "alias", "generated_code")}
     on_host = {k: m.get(f"host_{k}_size_in_bytes", 0) for k in ("temp", "argument", "output", "alias")}
-    # XLA's peak counts what lies in host memory too, temporaries of loops for example: it may exceed all that a device
-    # holds. That of the CPU leaves temporaries out.
+    # XLA's peak counts what lies in host memory too: with temporaries there it may exceed all that a device holds. That
+    # of the CPU leaves temporaries out.
     peak = m.get("peak_memory_in_bytes", 0) - on_host["argument"] - on_host["output"]
     most = sizes["temp"] + sizes["argument"] + sizes["output"] - sizes["alias"]
-    peak = most if target.platform == "cpu" or peak <= 0 else min(peak, most)
+    if target.platform == "cpu" or peak <= 0:
+        peak = most
+    elif on_host["temp"]:
+        peak = min(peak, most)
     module = hlo.parse(compiled.text)
     timeline = live.walk(module)
     traffic = hlo_cost.traffic(module)

@@ -389,9 +389,10 @@ def forward_rule(eqn: JaxprEqn) -> Any:
     """The forward rule of a custom_vjp call as a program; None if it cannot be traced alone."""
     thunk = eqn.params["fwd_jaxpr_thunk"]
     try:
-        return thunk.call_wrapped(*(False for _ in eqn.invars[eqn.params["num_consts"] :]))[0]
+        program, consts = thunk.call_wrapped(*(False for _ in eqn.invars[eqn.params["num_consts"] :]))[:2]
     except Exception:  # a rule that is wrong is JAX's to report, when it is used
         return None
+    return ClosedJaxpr(program, consts) if program.constvars else program
 
 
 @_lu.transformation2
