@@ -140,7 +140,11 @@ def test_five_policies_as_compiled_by_hand(target, size):
     assert not found.refused
     by = compiled_by_hand(size, target, *policies)
     for policy in policies:
-        assert found[policy].peak_bytes == pytest.approx(by[policy]["peak_memory_in_bytes"], rel=0.03)
+        stats = by[policy]
+        whole = sum(stats[f"{k}_size_in_bytes"] for k in ("temp", "argument", "output")) - stats["alias_size_in_bytes"]
+        peak = stats["peak_memory_in_bytes"]  # with temporaries on the host, XLA counts these too
+        peak = min(peak, whole) if stats["host_temp_size_in_bytes"] else peak
+        assert found[policy].peak_bytes == pytest.approx(peak, rel=0.03)
         assert found[policy].host_bytes == by[policy]["host_temp_size_in_bytes"]
     if "offload_dots" in policies:
         assert found["offload_dots"].host_bytes > 0 == found["dots"].host_bytes

@@ -91,8 +91,9 @@ class Measurement:
       policy: the policy in force, as text.
       fits: whether the peak is within `memory_bytes`; None where the memory is not known.
       memory_bytes: what a program can have of one device's memory.
-      peak_bytes: the most memory in use at one time; for the CPU `temp + arguments + outputs - aliased`. For a
-        program that does not fit, what the compiler says that it would need.
+      peak_bytes: the most memory in use at one time; for the CPU `temp + arguments + outputs - aliased`, and where
+        temporaries lie in host memory no more than that. For a program that does not fit, what the compiler says that
+        it would need.
       temp_bytes: XLA's temporary buffers.
       argument_bytes, output_bytes: those of the step.
       alias_bytes: outputs that lie in donated arguments.
