@@ -103,7 +103,8 @@ def test_while_and_cond_inside_remat():
 
     named = rk.remat(with_cond, policy="save name=one")
     np.testing.assert_allclose(jax.grad(named)(X, True), jax.grad(with_cond)(X, True), rtol=1e-6)
-    assert "one" in {n for e in rk.residuals(named, X, True).entries for n in e.names} or jax.config.jax_remat3
+    if not jax.config.jax_remat3:
+        assert "one" in {n for e in rk.residuals(named, X, True).entries for n in e.names}
 
 
 def test_whole_function_and_prevent_cse():

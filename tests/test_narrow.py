@@ -57,7 +57,7 @@ def test_a_chain_of_equal_layers_is_cut_into_the_square_root_of_its_length():
     assert len(narrow.cuts(owner)) + 1 == 8
 
 
-def test_a_deep_program_is_cut_as_fast_as_it_is_traced():
+def test_a_deep_program_is_cut_all_along():
     def chain(x):
         for _ in range(3000):
             x = jnp.sin(x) * x
