@@ -129,46 +129,70 @@ def side_by_side(steps: dict[str, Callable[..., Any]], *args: Any, rounds: int =
 
 
 def peers() -> list[dict[str, Any]]:
-    """Beside `equinox.internal.while_loop(kind="checkpointed")`, which diffrax's RecursiveCheckpointAdjoint runs."""
-    import equinox.internal as eqxi
-
+    """Beside `equinox.internal.while_loop(kind="checkpointed")` and beside diffrax's solver, which runs that loop."""
     w = 0.08 * jax.random.normal(jax.random.key(0), (128, 128))  # gradients neither vanish nor grow
     h = jnp.ones((256, 128))
-
-    def body(w: Any, s: Any) -> Any:
-        return s[0] + 1, jnp.tanh(jnp.sin(s[1] @ w))
-
     rows = []
-    for n in (64, 256, 1024):
-        for c in (4, 8, 16, revolve.checkpoints_for(n)):
-
-            def theirs(w: Any, h: Any, n: int = n, c: int = c) -> Any:
-                loop = functools.partial(eqxi.while_loop, max_steps=n, kind="checkpointed", checkpoints=c)
-                return jnp.sum(loop(lambda s: s[0] < n, lambda s: body(w, s), (0, h))[1])
-
-            def ours(w: Any, h: Any, n: int = n, c: int = c) -> Any:
-                return jnp.sum(
-                    rk.while_loop(lambda s: s[0] < n, lambda s: body(w, s), (0, h), max_steps=n, checkpoints=c)[1]
-                )
-
-            def scanned(w: Any, h: Any, n: int = n, c: int = c) -> Any:
-                step = lambda h, _: (jnp.tanh(jnp.sin(h @ w)), None)  # noqa: E731
-                return jnp.sum(rk.scan(step, h, None, n, segments="binomial", checkpoints=c)[0])
-
-            losses = {"equinox": theirs, "while_loop": ours, "scan": scanned}
-            grads = {k: jax.grad(loss, (0, 1)) for k, loss in losses.items()}
-            values = [jax.tree.leaves(jax.jit(g)(w, h)) for g in grads.values()]
-            for v in values[1:]:
-                assert all(jnp.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(values[0], v, strict=True))
-            seconds = side_by_side(grads, w, h, rounds=5)
-            temp = {k: jax.jit(g).lower(w, h).compile().memory_analysis().temp_size_in_bytes for k, g in grads.items()}
-            row: dict[str, Any] = {"steps": n, "checkpoints": c}
-            for k in ("while_loop", "scan"):
-                row[f"{k}: time"] = seconds[k] / seconds["equinox"]
-                row[f"{k}: memory"] = temp[k] / temp["equinox"]
-            rows.append(row)
-            print(row, flush=True)
+    for peer, losses_of, lengths in (
+        ("equinox", beside_equinox, (64, 256, 1024)),
+        ("diffrax", beside_diffrax, (64, 256)),
+    ):
+        for n in lengths:
+            for c in (4, 8, 16, revolve.checkpoints_for(n)):
+                grads = {k: jax.grad(loss, (0, 1)) for k, loss in losses_of(n, c).items()}
+                values = [jax.tree.leaves(jax.jit(g)(w, h)) for g in grads.values()]
+                for v in values[1:]:
+                    assert all(jnp.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(values[0], v, strict=True))
+                seconds = side_by_side(grads, w, h, rounds=5)
+                temp = {
+                    k: jax.jit(g).lower(w, h).compile().memory_analysis().temp_size_in_bytes for k, g in grads.items()
+                }
+                row: dict[str, Any] = {"peer": peer, "steps": n, "checkpoints": c}
+                for k in ("while_loop", "scan"):
+                    row[f"{k}: time"] = seconds[k] / seconds["peer"]
+                    row[f"{k}: memory"] = temp[k] / temp["peer"]
+                rows.append(row)
+                print(row, flush=True)
     return rows
+
+
+def beside_equinox(n: int, c: int) -> dict[str, Callable[..., Any]]:
+    """n steps of a recurrent cell with c checkpoints."""
+    import equinox.internal as eqxi
+
+    return loops(n, c, functools.partial(eqxi.while_loop, kind="checkpointed"), lambda w, y: jnp.tanh(jnp.sin(y @ w)))
+
+
+def beside_diffrax(n: int, c: int) -> dict[str, Callable[..., Any]]:
+    """n steps of Euler's method with c checkpoints."""
+    import diffrax
+
+    def solve(w: Any, y: Any) -> Any:
+        term = diffrax.ODETerm(lambda t, y, w: jnp.tanh(jnp.sin(y @ w)))
+        solution = diffrax.diffeqsolve(
+            term, diffrax.Euler(), 0.0, 1.0, 1.0 / n, y, w, max_steps=n + 1, saveat=diffrax.SaveAt(t1=True),
+            adjoint=diffrax.RecursiveCheckpointAdjoint(checkpoints=c),
+        )  # fmt: skip
+        assert solution.ys is not None
+        return jnp.sum(solution.ys[0])
+
+    return loops(n, c, None, lambda w, y: y + jnp.tanh(jnp.sin(y @ w)) / n) | {"peer": solve}
+
+
+def loops(n: int, c: int, peer: Any, step: Callable[[Any, Any], Any]) -> dict[str, Callable[..., Any]]:
+    """The sum of the state after n steps, by this package's loops and by a while loop of a peer, if there is one."""
+
+    def counted(loop: Any) -> Callable[..., Any]:
+        def loss(w: Any, y: Any) -> Any:
+            body = lambda s: (s[0] + 1, step(w, s[1]))  # noqa: E731
+            return jnp.sum(loop(lambda s: s[0] < n, body, (0, y), max_steps=n, checkpoints=c)[1])
+
+        return loss
+
+    def scanned(w: Any, y: Any) -> Any:
+        return jnp.sum(rk.scan(lambda y, _: (step(w, y), None), y, None, n, segments="binomial", checkpoints=c)[0])
+
+    return ({"peer": counted(peer)} if peer else {}) | {"while_loop": counted(rk.while_loop), "scan": scanned}
 
 
 def stack() -> list[dict[str, Any]]:
