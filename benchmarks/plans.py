@@ -67,6 +67,7 @@ def run(program: str, target: str, args: argparse.Namespace) -> None:
         "program": program,
         "settings": settings,
         "target": target,
+        "actions": args.actions,
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
         "remat_kit": rk.__version__,
@@ -82,7 +83,8 @@ def run(program: str, target: str, args: argparse.Namespace) -> None:
 def write(data: dict[str, Any]) -> None:
     """Writes the results of one program on one target."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{data['program']}-{data['target'].replace(':', '_')}.json"
+    offload = "-offload" if "offload" in data["actions"] else ""
+    path = RESULTS / f"{data['program']}-{data['target'].replace(':', '_')}{offload}.json"
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
@@ -197,10 +199,15 @@ def tables() -> str:
             ]
             kept = f"{sum(x['within'] for x in every)} of {len(every)}"
             lines.append(
-                f"| {d['program']} | {d['target']} | {minimize} | {worst(at)} | {mean(over)}, {worst(over)} | {kept} | "
+                f"| {title(d)} | {d['target']} | {minimize} | {worst(at)} | {mean(over)}, {worst(over)} | {kept} | "
                 f"{r['first_error']:.1%} | {median(later)} | {max(x['gap'] for x in every):.2%} |"
             )
     return "\n".join(lines)
+
+
+def title(d: dict[str, Any]) -> str:
+    """What the tables call a program."""
+    return d["program"] + ", offload" * ("offload" in d.get("actions", ()))
 
 
 def worst(xs: list[float]) -> str:

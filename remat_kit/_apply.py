@@ -13,7 +13,7 @@ from remat_kit._errors import RematError, near_matches
 from remat_kit._every import Every, thinned
 from remat_kit._globs import matches
 from remat_kit._matching import check_names, warn_unmatched
-from remat_kit._policy import Policy, policy
+from remat_kit._policy import Policy
 from remat_kit._rewrite import Choice, program_of, rewrite
 from remat_kit._trace import blocks, jaxprs, marks, survey, tracing
 from remat_kit._trace.blocks import Candidate
@@ -90,9 +90,8 @@ class Planned(abc.ABC):
         if changed and not lost:  # a program of other sizes, or with more layers
             new += [c.path for c in blocks.alike([c for c, _ in chosen], candidates)]
         if lost or new:
-            said = [f"it lacks {', '.join(lost[:5])}"] * bool(lost) + [f"it has {', '.join(new[:5])} besides"] * bool(
-                new
-            )
+            said = [f"it lacks {printable(', '.join(lost[:5]))}"] * bool(lost)
+            said += [f"it has {printable(', '.join(new[:5]))} besides"] * bool(new)
             raise RematError(f"{self.title}: the program has other blocks than it was made for: {' and '.join(said)}.")
         if changed and self.strict:
             raise RematError(
@@ -106,7 +105,7 @@ class Planned(abc.ABC):
 class Rules:
     """What a user asked of `apply`: policies by block glob, in order; the glob None means the default blocks."""
 
-    items: tuple[tuple[str | None, Policy | Every], ...]
+    items: tuple[tuple[str | None, Every], ...]
     plan: Planned | None = None
 
     @classmethod
@@ -114,36 +113,29 @@ class Rules:
         """Reads a policy, a mapping of block globs to policies, or a plan.
 
         Raises:
-          RematError: for an empty mapping, or a key that is not a string.
+          RematError: for an empty mapping, or a key that is no glob.
         """
         if isinstance(spec, Planned):
-            return cls(spec.items(), spec)
+            return cls(tuple((g, Every.of(p)) for g, p in spec.items()), spec)
         if not isinstance(spec, Mapping):
-            return cls(((None, _policy_of(spec)),))
+            return cls(((None, Every.of(spec)),))
         if not spec:
             raise RematError("an empty mapping of blocks to policies: name at least one block, or pass one policy.")
         for key in spec:
             if not isinstance(key, str) or not key:
                 raise RematError(f"blocks are chosen by globs on their paths, got the key {key!r}.")
-        return cls(tuple((k, _policy_of(v)) for k, v in spec.items()))
+            matches(key, "", "/")  # a malformed glob is refused here
+        return cls(tuple((k, Every.of(v)) for k, v in spec.items()))
 
     @property
     def policies(self) -> tuple[Policy, ...]:
         """All policies in it."""
-        return tuple(p.policy if isinstance(p, Every) else p for _, p in self.items)
+        return tuple(every.policy for _, every in self.items)
 
     def __str__(self) -> str:
         if self.plan is not None:
             return self.plan.title
-        return "; ".join(f"{k}: {_title(p)}" if k is not None else _title(p) for k, p in self.items)
-
-
-def _policy_of(spec: Any) -> Policy | Every:
-    return spec if isinstance(spec, Every) else policy(spec)
-
-
-def _title(p: Policy | Every) -> str:
-    return str(p) if isinstance(p, Every) else p.name or str(p)
+        return "; ".join(f"{k}: {every}" if k is not None else str(every) for k, every in self.items)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,10 +161,10 @@ def select(traced: tracing.Traced, rules: Rules) -> Chosen:
     """
     candidates = blocks.find(traced.jaxpr)
     if not rules.items:
-        matched: list[tuple[Candidate, Policy | Every]] = []
+        matched: list[tuple[Candidate, Every]] = []
     elif rules.items[0][0] is None:
-        policy = rules.items[0][1]
-        matched = [(c, policy) for c in default_blocks(traced, candidates)]
+        every = rules.items[0][1]
+        matched = [(c, every) for c in default_blocks(traced, candidates)]
     else:
         globs = [(str(g), p) for g, p in rules.items]
         pieces = blocks.segments(traced.jaxpr)
@@ -202,18 +194,16 @@ def select(traced: tracing.Traced, rules: Rules) -> Chosen:
     return Chosen(tuple(taken), tuple(dict.fromkeys(removed)), tuple(dict.fromkeys(replaced)))
 
 
-def _by_glob(
-    candidates: Sequence[Candidate], items: Sequence[tuple[str, Policy | Every]]
-) -> list[tuple[Candidate, Policy | Every]]:
+def _by_glob(candidates: Sequence[Candidate], items: Sequence[tuple[str, Every]]) -> list[tuple[Candidate, Every]]:
     """The blocks that globs match, outer ones first, each with the policy of the first glob that matches it.
 
     A glob with a part (``layers@0:4``) speaks of some iterations of a scan; those that are left get what comes next.
     """
     paths = list(dict.fromkeys(c.path for c in candidates))
-    taken: list[tuple[Candidate, Policy | Every]] = []
+    taken: list[tuple[Candidate, Every]] = []
     inside: set[int] = set()
     decided: set[str] = set()
-    asked: list[tuple[str, str, tuple[int, int | None] | None, Policy | Every]] = []
+    asked: list[tuple[str, str, tuple[int, int | None] | None, Every]] = []
     for g, p in items:  # "@" may stand in a module's own name
         base, part = (g, None) if any(matches(g, path, "/") for path in paths) else blocks.split_part(g)
         asked.append((g, base, part, p))
@@ -310,6 +300,7 @@ def apply(fun: Callable[..., Any], policy: Policies) -> Callable[..., Any]:
     """
     if not callable(fun):
         raise RematError(f"apply takes a function first, got {type(fun).__name__}: {fun!r:.80}")
+    _adapters.refuse_without_variables(fun)
     rules = Rules.of(policy)
     cache: dict[Any, tuple[tracing.Traced, Any]] = {}
 

@@ -16,7 +16,7 @@ from remat_kit._trace.blocks import Candidate
 
 @dataclasses.dataclass(frozen=True)
 class Every:
-    """A policy for one block of several, made by `every`.
+    """A policy for one block of several.
 
     Attributes:
       step: of how many blocks one gets the policy; the others keep everything.
@@ -26,8 +26,14 @@ class Every:
     step: int
     policy: Policy
 
+    @classmethod
+    def of(cls, spec: Any) -> Every:
+        """Reads what goes to blocks: what `every` made, or a policy, which goes to each of them."""
+        return spec if isinstance(spec, Every) else cls(1, as_policy(spec))
+
     def __str__(self) -> str:
-        return f"every {self.step}: {self.policy.name or self.policy}"
+        title = self.policy.name or str(self.policy)
+        return title if self.step == 1 else f"every {self.step}: {title}"
 
 
 def every(step: int, policy: Any) -> Every:
@@ -51,21 +57,19 @@ def every(step: int, policy: Any) -> Every:
 _NONE = Policy(remat=False)
 
 
-def thinned(taken: Sequence[tuple[Candidate, Policy | Every]]) -> list[tuple[Candidate, Policy]]:
-    """Blocks each with its own policy, from blocks that may share an `Every`."""
+def thinned(taken: Sequence[tuple[Candidate, Every]]) -> list[tuple[Candidate, Policy]]:
+    """Blocks each with its own policy. Those that share an `Every` are counted together."""
     found: list[tuple[Candidate, Policy]] = []
     seen: dict[int, int] = {}
-    for block, p in taken:
-        if isinstance(p, Policy):
-            found.append((block, p))
-        elif block.kind == "scan" and block.trips > 1 and p.step > 1:
+    for block, every in taken:
+        if block.kind == "scan" and block.trips > 1 and every.step > 1:
             first, last = block.span or (0, block.trips)
-            middle = first - (first - last) // p.step  # rounded up
-            for part, its in (((first, middle), p.policy), ((middle, last), _NONE)):
+            middle = first - (first - last) // every.step  # rounded up
+            for part, its in (((first, middle), every.policy), ((middle, last), _NONE)):
                 piece = blocks.part_of(block, part)
                 assert piece is not None
                 found.append((piece, its))
         else:
-            n = seen[id(p)] = seen.get(id(p), -1) + 1
-            found.append((block, p.policy if n % p.step == 0 else _NONE))
+            n = seen[id(every)] = seen.get(id(every), -1) + 1
+            found.append((block, _NONE if n % every.step else every.policy))
     return found

@@ -126,7 +126,12 @@ class Layers:
 def methods_of(kind: type, names: Iterable[str]) -> tuple[str, ...]:
     """Those of the names that are methods of a class. Not by getattr, which finds the metaclass's `__call__`."""
     found = {n: f for base in reversed(kind.__mro__) for n, f in vars(base).items()}
-    return tuple(n for n in names if inspect.isfunction(found.get(n)))
+    return tuple(n for n in names if is_method(found.get(n)))
+
+
+def is_method(attribute: Any) -> bool:
+    """Whether an attribute of a class is a method: a function, or what a transform such as `nnx.jit` made of one."""
+    return callable(attribute) and hasattr(attribute, "__get__") and not inspect.isclass(attribute)
 
 
 def _means(selector: Selector, kind: type, names: Iterable[str]) -> bool:

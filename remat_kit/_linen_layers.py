@@ -30,7 +30,7 @@ class Switch:
     Attributes:
         layers: which layers.
         options: how they are rematerialized.
-        where: what messages call the model.
+        model: the class of the model as it was written.
         called: classes of modules inside the model -> their methods that were called.
         met: the selectors of the layers that were called.
         kinds: the classes of these layers.
@@ -40,7 +40,7 @@ class Switch:
 
     layers: Layers
     options: RematOptions
-    where: str
+    model: type[nn.Module]
     called: dict[str, set[str]] = field(default_factory=dict)
     met: set[Selector] = field(default_factory=set)
     kinds: set[type] = field(default_factory=set)
@@ -49,7 +49,7 @@ class Switch:
 
     def check(self) -> None:
         """Raises RematError for what the runs so far had no use for."""
-        self.layers.check_found(self.met, self.called, self.where)
+        self.layers.check_found(self.met, self.called, self.model.__name__)
         self.layers.check_kinds(self.kinds)
 
     def check_static(self, owner: str, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -65,6 +65,11 @@ class Run:
     switch: Switch
     root: tuple[str, ...]
     numbers: dict[tuple[type, tuple[str, ...]], int] = field(default_factory=dict)
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether a bound module is the model. What shares its scope (`nn.share_scope`) is told apart by its class."""
+        assert module.scope is not None
+        return self.root == module.scope.path and isinstance(module, self.switch.model)
 
 
 _runs: contextvars.ContextVar[tuple[Run, ...]] = contextvars.ContextVar("runs", default=())
@@ -95,15 +100,14 @@ def is_running() -> bool:
 
 
 def is_root(switch: Switch, module: nn.Module) -> bool:
-    """Whether a module is the model whose call is under way."""
-    return module.scope is not None and any(r.switch is switch and r.root == module.scope.path for r in _runs.get())
+    """Whether a bound module is the model whose call is under way."""
+    return any(run.switch is switch and run.is_of(module) for run in _runs.get())
 
 
 def note(module: nn.Module, method: str) -> None:
     """Remembers for messages that a method was called."""
-    assert module.scope is not None
     for run in _runs.get():
-        if module.scope.path != run.root:
+        if not run.is_of(module):
             run.switch.called.setdefault(type(module).__name__, set()).add(method)
 
 
@@ -121,7 +125,7 @@ def layer_call(
     for run in _runs.get():
         switch = run.switch
         found = switch.layers.selectors_of(kind, names) if method in switch.layers.methods else []
-        if not found or path == run.root:
+        if not found or run.is_of(module):
             continue
         switch.met.update(found)
         switch.kinds.add(kind)

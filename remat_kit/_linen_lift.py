@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core import lift
+from flax.core import DenyList, lift
+from flax.typing import In, Out
 
 from remat_kit._errors import RematError
 from remat_kit._flax_static import seal, split_arrays, unseal
+from remat_kit._numbers import whole
 from remat_kit._policy import Policy
 from remat_kit._wrap import remat
 
@@ -47,6 +49,36 @@ class ScanOptions:
     split_rngs: Mapping[Any, bool] = field(default_factory=lambda: {True: True})
     reverse: bool = False
     unroll: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("in_axes", "out_axes"):
+            value = getattr(self, name)
+            if not all(a is nn.broadcast or whole(a) is not None for a in jax.tree.leaves(value)):
+                raise RematError(f"{name}= takes axes, or nn.broadcast for all layers alike; got {value!r:.80}.")
+        axes, split = self.variable_axes, self.split_rngs
+        known = isinstance(axes, Mapping) and all(
+            isinstance(a, (In, Out)) or whole(a) is not None for a in axes.values()
+        )
+        if not known:
+            raise RematError(f"variable_axes= maps collections to axes, as in {{'params': 0}}; got {axes!r:.80}.")
+        if not isinstance(split, Mapping) or not all(isinstance(s, bool) for s in split.values()):
+            raise RematError(f"split_rngs= maps streams to bools, as in {{'dropout': True}}; got {split!r:.80}.")
+        check_filters(variable_broadcast=self.variable_broadcast, variable_carry=self.variable_carry)
+        check_filters(variable_axes=list(axes), split_rngs=list(split))
+        if not isinstance(self.unroll, bool) and (whole(self.unroll) is None or self.unroll < 1):
+            raise RematError(f"unroll= is a number of layers, 1 or more, got {self.unroll!r:.80}.")
+
+
+def check_filters(**filters: Any) -> None:
+    """Refuses what names no collections or streams.
+
+    Raises:
+        RematError: naming the option.
+    """
+    for name, value in filters.items():
+        parts = value if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+        if not all(isinstance(part, (bool, str, DenyList)) for part in parts):
+            raise RematError(f"{name}= takes True, False, a name or several, as Flax's filters do; got {value!r:.80}.")
 
 
 def lift_remat(fn: Callable, options: RematOptions) -> Callable:
@@ -96,8 +128,10 @@ def lift_remat_scan(fn: Callable, options: RematOptions, scan: ScanOptions, owne
     for length, policy, metadata in reversed(list(zip(scan.lengths, policies, scan.metadata, strict=True))):
         body = _lift_level(body, replace(options, policy=policy), scan, length, metadata)
 
-    def run(scopes, carry, *args, **kwargs):
-        carry, out = body(scopes, carry, *args, **kwargs)
+    def run(scopes, *args, **kwargs):
+        if not args:
+            raise RematError(f"remat_scan: {owner} is called without its carry, the first positional argument.")
+        carry, out = body(scopes, *args, **kwargs)
         return carry if scan.out_axes is None else (carry, out)
 
     return run

@@ -15,18 +15,21 @@ from flax import linen as nn
 from flax.linen import module as linen_module
 
 from remat_kit._errors import RematError, RematWarning
+from remat_kit._layers import Layers
 from remat_kit._linen_class import public_methods, region_of, run_lifted, stand_in, under_way
 from remat_kit._linen_layers import Switch, is_root, is_running, layer_call, note, running
-from remat_kit._linen_lift import lift_remat
+from remat_kit._linen_lift import RematOptions, lift_remat
+from remat_kit._pickling import by_recipe
 from remat_kit._trace import marks
 
 _ENTRIES = ("apply", "init_with_output")  # what a function in method= comes through, which is none of the model's own
 
 
-def switch_class(cls: type[nn.Module], switch: Switch) -> type[nn.Module]:
-    """Makes a subclass in whose calls the switch is on; one that was made here before is replaced."""
+def switch_class(cls: type[nn.Module], layers: Layers, options: RematOptions) -> type[nn.Module]:
+    """Makes a subclass in whose calls layers are rematerialized; one that was made here before is replaced."""
     original = vars(cls).get("__rk_switched__", cls)
-    namespace: dict[str, Any] = {"__rk_switched__": original}
+    switch = Switch(layers, options, original)
+    namespace: dict[str, Any] = {"__rk_switched__": original, **by_recipe(switch_class, original, layers, options)}
     for method in sorted(public_methods(original)):
         namespace[method] = _switched(getattr(original, method), switch)
     for entry in _ENTRIES:

@@ -18,6 +18,7 @@ from flax import nnx
 
 from remat_kit._errors import RematError, near_matches
 from remat_kit._flax_static import DeclaredStatic, seal, split_arrays, unseal
+from remat_kit._layers import is_method
 from remat_kit._nnx_capture import captured_modules, is_stateful
 from remat_kit._policy import Policy
 from remat_kit._trace import marks
@@ -59,15 +60,15 @@ def stand_in(cls: type, namespace: Mapping[str, Any]) -> type:
 
 def original_method(cls: type, name: str) -> Callable:
     """The method of a class below earlier coverings, or RematError: covering again replaces, it does not nest."""
-    known = [n for n, _ in inspect.getmembers(cls, inspect.isfunction) if not hasattr(nnx.Module, n) or n == "__call__"]
+    known = [n for n, _ in inspect.getmembers(cls, is_method) if not hasattr(nnx.Module, n) or n == "__call__"]
     # Not getattr_static, which finds the metaclass's own __call__.
     method = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
-    if not inspect.isfunction(method):
+    if method is None or not is_method(method):
         raise RematError(
             f"methods has {name!r}, but {cls.__name__} has no such method"
             f" (methods: {', '.join(known) or 'none'}).{near_matches(str(name), known)}"
         )
-    return vars(method).get("__rk_original__", method)
+    return getattr(method, "__rk_original__", method)
 
 
 def _cover_method(fn: Callable, options: Options, static: DeclaredStatic) -> Callable:

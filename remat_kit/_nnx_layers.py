@@ -12,6 +12,7 @@ from flax import nnx
 from remat_kit._flax_static import resolve_static
 from remat_kit._layers import Layers, methods_of
 from remat_kit._nnx_class import Options, cover_class, original_method, stand_in
+from remat_kit._pickling import by_recipe
 from remat_kit._policy import Policy
 
 _MARK = "__rk_switched__"  # on a class made here: the class that it stands in for
@@ -50,7 +51,8 @@ def switch_class(cls: type[nnx.Module], layers: Layers, options: Options) -> typ
         original.__init__(self, *args, **kwargs)
         switch_layers(self, layers, options)
 
-    return stand_in(original, {"__init__": __init__, _MARK: original})
+    recipe = by_recipe(switch_class, original, layers, options)
+    return stand_in(original, {"__init__": __init__, _MARK: original, **recipe})
 
 
 @functools.cache
@@ -69,7 +71,8 @@ def _layer_class(cls: type, layers: Layers, options: Options) -> type:
         owner = f"{cls.__name__}.{method}"
         static |= resolve_static({owner: fn}, (), layers.static_names(fn))
     made = cover_class(cls, methods, options, static)
-    setattr(made, _MARK, cls)
+    for name, value in {_MARK: cls, **by_recipe(_layer_class, cls, layers, options)}.items():
+        setattr(made, name, value)
     return made
 
 

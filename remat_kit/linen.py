@@ -19,9 +19,9 @@ from remat_kit._errors import RematError
 from remat_kit._flax_static import resolve_static
 from remat_kit._layers import Layers
 from remat_kit._linen_class import check_methods, cover_class, cover_method, original_of
-from remat_kit._linen_layers import Switch
-from remat_kit._linen_lift import RematOptions, ScanOptions, level_policies, lift_remat, lift_remat_scan
+from remat_kit._linen_lift import RematOptions, ScanOptions, check_filters, level_policies, lift_remat, lift_remat_scan
 from remat_kit._linen_switch import switch_class
+from remat_kit._options import check_flags
 from remat_kit._override import Wanted
 from remat_kit._policy import Policy
 from remat_kit._policy import policy as as_policy
@@ -98,6 +98,7 @@ def remat(
         )
     target = target_or_policy
     chosen = Wanted.of(policy).policy
+    check_filters(variables=variables, rngs=rngs)
     options = RematOptions(chosen, prevent_cse, block, variables, rngs)
     lift = functools.partial(lift_remat, options=options)
 
@@ -182,6 +183,7 @@ def remat_scan(
             the next one takes.
     """
     check_options(prevent_cse, block)
+    check_flags(reverse=reverse)
     cls = _class_of(target)
     if cls is None:
         raise RematError(
@@ -242,18 +244,15 @@ def remat_layers(
         model: a module class, ``functools.partial`` of one, or an instance.
         layers: a class name, a glob on class names, or a module class, which stands for its subclasses too; or a tuple
             of these. The model itself is not one of its layers.
-        policy: what a layer keeps, as in `remat`; None means ``"full"``, ``"none"`` leaves all of them without remat.
         every: rematerializes the first of so many layers and leaves the others without remat. Layers count in the order
             in which they are first called; a scanned stack is one layer. Equal layers under `nn.jit` share one trace,
             and so what the first of them got.
-        prevent_cse: as in `rk.remat`; None chooses by context.
-        static_argnames: arguments of the layers to check for being static.
-        methods: the methods of the layers that are covered.
-        block: a name for reports and `rk.override`, the same for all layers.
+        policy, prevent_cse, static_argnames, methods, block: as in `remat`, the same for all layers.
 
     Returns:
         The same kind as was given: a subclass under the same name, or a new instance. It is on in calls of the model's
         public methods, by itself or as part of another model. Doing it again replaces it, and ``policy="none"`` is off.
+        What is pickled keeps it.
 
     Raises:
         RematError: at once for an option that cannot be used; when ``__call__`` first ends, for a layer that was not
@@ -272,22 +271,23 @@ def remat_layers(
                 f" create the module from that."
             )
         fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
-        return switch_class(type(model), Switch(chosen, options, type(model).__name__))(**fields)
+        return switch_class(type(model), chosen, options)(**fields)
     cls = _class_of(model)
     if cls is None:
         raise RematError(
             f"remat_layers takes a Linen module class or an instance, then the names of its layers; got"
             f" {_describe(model)}."
         )
-    return _like(model, switch_class(cls, Switch(chosen, options, cls.__name__)))
+    return _like(model, switch_class(cls, chosen, options))
 
 
 def _levels(length: int | None, lengths: Sequence[int] | None) -> tuple[int, ...]:
     if (length is None) == (lengths is None):
         raise RematError("remat_scan needs the number of layers: give either length=24 or lengths=(4, 6).")
-    levels = (length,) if lengths is None else tuple(lengths)
+    levels = (length,) if lengths is None else tuple(lengths) if isinstance(lengths, Iterable) else (None,)
     if not levels or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in levels):
-        raise RematError(f"the lengths of remat_scan are positive whole numbers; got {levels}.")
+        given = length if lengths is None else lengths
+        raise RematError(f"the lengths of remat_scan are positive whole numbers; got {given!r:.80}.")
     return levels  # type: ignore[return-value]
 
 
@@ -305,7 +305,9 @@ def _metadata(metadata: Any, levels: int) -> tuple[Mapping[Any, Any], ...]:
         return (unsharded,) * levels
     if isinstance(metadata, Mapping):
         return ({**unsharded, **metadata},) + ({**metadata, **unsharded},) * (levels - 1)
-    given = tuple(metadata)
+    given = tuple(metadata) if isinstance(metadata, (tuple, list)) else ()
+    if not all(isinstance(m, Mapping) for m in given) or (not given and metadata != ()):
+        raise RematError(f"metadata_params is a mapping, or a tuple with one for each level; got {metadata!r:.80}.")
     if len(given) != levels:
         raise RematError(
             f"metadata_params has {len(given)} entries for {levels} levels of remat_scan: give one mapping, or one for"

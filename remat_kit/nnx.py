@@ -14,6 +14,7 @@ from typing import Any
 
 from flax import nnx
 
+from remat_kit import _adapters
 from remat_kit._errors import RematError
 from remat_kit._flax_static import resolve_static
 from remat_kit._layers import Layers
@@ -122,20 +123,16 @@ def remat_layers(
     their own.
 
     Args:
-        model: a module, which is changed in place, or a class.
+        model: a module, which is changed in place, or a class or ``functools.partial`` of one.
         layers: a class name, a glob on class names, or a module class, which stands for its subclasses too; or a tuple
             of these. The model itself is not one of its layers.
-        policy: what a layer keeps, as in `remat`; None means ``"full"``, ``"none"`` leaves all of them without remat.
         every: rematerializes the first of so many layers and leaves the others without remat. Layers count in the order
             of their paths, with numbers in them in numeric order; a stacked layer is one.
-        prevent_cse: as in `rk.remat`; None chooses by context.
-        static_argnames: arguments of the layers to check for being static.
-        methods: the methods of the layers that are covered.
-        block: a name for reports and `rk.override`, the same for all layers.
+        policy, prevent_cse, static_argnames, methods, block: as in `remat`, the same for all layers.
 
     Returns:
-        The model; or a subclass of the class under its name, whose instances have it from the end of ``__init__`` on.
-        Doing it again replaces it, and ``policy="none"`` is off.
+        The model; or a subclass of the class under its name (or a partial of that), whose instances have it from the
+        end of ``__init__`` on. Doing it again replaces it, and ``policy="none"`` is off. What is pickled keeps it.
 
     Raises:
         RematError: for an option that cannot be used, and for a layer that the model does not have, with the classes
@@ -144,8 +141,10 @@ def remat_layers(
     check_options(prevent_cse, block)
     chosen = Layers.of(layers, methods, every, static_argnames, nnx.Module)
     options = Options(Wanted.of(policy).policy, prevent_cse, block)
-    if inspect.isclass(model) and issubclass(model, nnx.Module):
-        return switch_class(model, chosen, options)
+    cls = model.func if isinstance(model, functools.partial) else model
+    if inspect.isclass(cls) and issubclass(cls, nnx.Module):
+        switched = switch_class(cls, chosen, options)
+        return switched if cls is model else functools.partial(switched, *model.args, **model.keywords)
     if not isinstance(model, nnx.Module):
         raise RematError(f"remat_layers takes an NNX module or class, then the names of its layers; got {model!r:.80}.")
     switch_layers(model, chosen, options)
@@ -166,6 +165,7 @@ def _cover_class(cls: type, options: Options, argnums: Any, argnames: Any, metho
 def _check_function(target: Any) -> None:
     if not callable(target):
         raise RematError(f"rk.nnx.remat takes an nnx.Module class or a function of modules; got {target!r}.")
+    _adapters.refuse_without_variables(target)
     module = getattr(target, "__module__", None) or type(target).__module__
     if module.partition(".")[0] == "jax":
         raise RematError(f"rk.nnx.remat got {target!r} as its function. If it is meant as the policy, write policy=...")

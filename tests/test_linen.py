@@ -13,18 +13,12 @@ from jax.experimental import checkify
 
 import remat_kit as rk
 from remat_kit import _linen_lift
-from tests.helpers import held, regions
+from tests.helpers import assert_same, held, regions
 
 KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
 DROPOUT = {"dropout": jax.random.key(7)}
 OUTER_POLICY_STOPS_AT_INNER = jax.config.jax_remat3 and jax.__version_info__ < (0, 11)
 X = jax.random.normal(jax.random.key(3), (4, 8))
-
-
-def assert_same(a, b, rtol=2e-4, atol=1e-5):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol)
 
 
 class Block(nn.Module):

@@ -5,12 +5,11 @@ import pickle
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
 import remat_kit as rk
-from tests.helpers import held, regions
+from tests.helpers import assert_same, held, regions, state_of
 
 X = jax.random.normal(jax.random.key(3), (4, 8))
 
@@ -19,20 +18,6 @@ def pure(model, call=lambda model, x: model(x)):
     """A model as a function of its parameters and input alone, and these."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     return lambda params, x: jnp.sum(call(nnx.merge(graph, params, rest, copy=True), x)), params, X
-
-
-def state_of(model):
-    def plain(leaf):
-        is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return jax.random.key_data(leaf) if is_key else leaf
-
-    return jax.tree.map(plain, nnx.to_pure_dict(nnx.state(model)))
-
-
-def assert_same(a, b, rtol=2e-4, atol=1e-5):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol)
 
 
 class Block(nnx.Module):

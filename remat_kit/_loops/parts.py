@@ -64,8 +64,6 @@ class Body:
                 if not chosen.remat and self.block is None
                 else remat(f, policy=policy, prevent_cse=cse, block=self.block)
             )
-        if not chosen.remat:
-            raise RematError('offload_carry= needs steps that are rematerialized, and policy= is "none".')
         return remat(lambda c, x: f(named(c), x), policy=_OFFLOADED | chosen, prevent_cse=cse, block=self.block)
 
 

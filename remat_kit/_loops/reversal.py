@@ -7,8 +7,9 @@ the one on top, advances from there, keeping states in the places that are free,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,8 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from remat_kit._errors import UnsupportedEffectError
+from remat_kit._errors import RematError, UnsupportedEffectError
+from remat_kit._loops.once import once
 from remat_kit._trace import jaxprs
 
 Arrays = list[Any]
@@ -75,7 +77,8 @@ class Chain:
         """Runs the loop, differentiable in reverse mode, and the gradient again in forward mode."""
         run = jax.custom_vjp(self.plain)
         run.defvjp(self._forward, self._backward, symbolic_zeros=True)
-        return run(consts, state, xs)
+        with _forward_mode_said():
+            return run(consts, state, xs)
 
     def _forward(self, *args: Any) -> tuple[Any, Any]:
         if not self.replays:
@@ -85,13 +88,15 @@ class Chain:
                 "jax.pure_callback for what has no side effects, or move the call out of the loop."
             )
         consts, state, xs = jax.tree.map(lambda x: x.value, args, is_leaf=lambda x: hasattr(x, "perturbed"))
-        asked = [[(None if _has_derivative(x.value) and x.perturbed else ()) for x in arg] for arg in args]
         last, ys, kept, length = self.keeping(consts, state, xs)
+        asked = _as_shape([_has_derivative(x.value) and x.perturbed for arg in args for x in arg])
         return (last, ys), (consts, xs, kept, length, asked)
 
     def _backward(self, residuals: Any, cotangents: Any) -> Any:
         consts, xs, kept, length, asked = residuals
-        wants_consts, _, wants_xs = ([a is None for a in arg] for arg in asked)
+        n = len(consts)
+        wants = _of_shape(asked, n + len(kept.states) + len(xs))
+        wants_consts, wants_xs = wants[:n], wants[len(wants) - len(xs) :]
         ct_last, ct_ys = ([c for c in part if _has_derivative(c)] for part in cotangents)
         inexact = [_has_derivative(k) for k in kept.states]
 
@@ -128,8 +133,24 @@ class Chain:
         def advance(i: Any, state: Arrays) -> Arrays:
             return self.step(consts, state, _slices(xs, self.index(i)))[0]
 
-        ct_state, ct_consts, ct_xs = _reverse(advance, pull, kept, length, self.betas, start)
+        found = _reverse(advance, pull, kept, length, self.betas, start)
+        ct_state, ct_consts, ct_xs = jax.tree.map(once, found)
         return _spread(wants_consts, ct_consts), _spread(inexact, ct_state), _spread(wants_xs, ct_xs)
+
+
+@contextlib.contextmanager
+def _forward_mode_said() -> Iterator[None]:
+    """Says what JAX refuses where the loop is differentiated in forward mode. Of a `jax.jit` its own error is seen."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise RematError(
+            'a loop that keeps few states (rk.while_loop, or rk.scan with segments="binomial") is differentiated in '
+            "forward mode, which it knows of its gradient only. Use jax.lax.while_loop, or rk.scan with a number of "
+            "segments or a policy."
+        ) from error
 
 
 def _reverse(
@@ -182,6 +203,24 @@ def _reverse(
 
     first = (jnp.asarray(length - 1, np.int32), Kept(kept.states, steps), jnp.sum(used, dtype=np.int32) - 1, cotangents)
     return lax.while_loop(lambda c: c[0] >= 0, back, first)[-1]
+
+
+_BITS = 30  # of one size
+
+
+def _as_shape(flags: Sequence[bool]) -> Any:
+    """An empty array whose shape holds flags.
+
+    The backward rule is told of the forward pass by residuals alone. That they are laid out in another way where other
+    arguments are differentiated is no message: JAX (0.10.2 to 0.12.0.1) remembers one layout for all calls of a jitted
+    function.
+    """
+    words = [sum(bool(f) << k for k, f in enumerate(flags[i : i + _BITS])) for i in range(0, len(flags), _BITS)]
+    return jnp.zeros((0, *words), np.bool_)
+
+
+def _of_shape(x: Any, count: int) -> list[bool]:
+    return [bool(x.shape[1 + i // _BITS] >> i % _BITS & 1) for i in range(count)]
 
 
 def _slices(xs: Arrays, at: Any) -> Arrays:

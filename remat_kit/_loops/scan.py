@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,15 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from remat_kit._errors import RematError
+from remat_kit._errors import RematError, RematWarning
 from remat_kit._loops import binomial
 from remat_kit._loops.parts import Body, Run, in_parts, is_unrolled, runs
-from remat_kit._loops.traced import run_as
+from remat_kit._loops.traced import check_arrays, run_as
 from remat_kit._numbers import whole
+from remat_kit._options import check_flags
+from remat_kit._policy import Policy
 from remat_kit._policy import policy as as_policy
 from remat_kit._rewrite import check_effects
 from remat_kit._static_args import name_of
-from remat_kit._trace import jaxprs
+from remat_kit._trace import jaxprs, marks
 from remat_kit._trace.jaxprs import JaxprEqn
 from remat_kit._wrap import check_options
 
@@ -64,7 +67,7 @@ def scan(
       checkpoints: with ``"binomial"`` the number of carries kept, besides the one being worked on. By default the
         fewest with which no step is advanced more than twice, about ``sqrt(2 n)``.
       offload_carry: whether carries that are kept (those between segments, if there are any) go to the memory of the
-        host. A CPU has no other memory, and keeps them where they are.
+        host. A CPU has no other memory, and keeps them where they are, with a warning.
       prevent_cse, block: as in `remat`, for the step.
 
     Returns:
@@ -72,10 +75,20 @@ def scan(
 
     Raises:
       RematError: for options that do not fit together; what `jax.lax.scan` raises for arguments that do not.
+
+    Warns:
+      RematWarning: when it is traced, for `offload_carry` on a CPU.
     """
     check_options(prevent_cse, block)
+    check_flags(offload_carry=offload_carry)
     several = isinstance(policy, (Sequence, Mapping)) and not isinstance(policy, str)
-    _check(f, several, segments, checkpoints, offload_carry, init)
+    policies = _policies(policy, several)
+    _check(f, several, segments, checkpoints)
+    _check_extent(xs, length, unroll)
+    check_arrays(init=init, xs=xs)
+    if offload_carry:
+        _check_offload(init, segments, policies)
+        _warn_of_cpu()
     body = Body(prevent_cse, block, offload_carry and segments is None)
     if not several and segments is None:
         step = body.of(f, policy, is_unrolled(_length(xs, length), unroll))
@@ -104,13 +117,12 @@ def scan(
         carry, ys = in_parts(of_consts, carry, inputs, parts, eqn, body, offload_carry and not several)
         return [*carry, *ys]
 
-    policies = [p for p in _policies(policy, several) if p.remat]
-    by_path = any(rule.selector.path for p in policies for rule in p.rules)
+    by_path = any(rule.selector.path for p in policies if p.remat for rule in p.rules)
     loop = lambda init, xs: lax.scan(f, init, xs, length=length, reverse=reverse, unroll=unroll)  # noqa: E731
     return run_as(run, name_of(f), "scan", loop, init, xs, by_path=by_path)
 
 
-def _check(f: Any, several: bool, segments: Any, checkpoints: Any, offload_carry: bool, init: Any) -> None:
+def _check(f: Any, several: bool, segments: Any, checkpoints: Any) -> None:
     """Refuses options that do not fit together."""
     if not callable(f):
         raise RematError(f"scan takes a function first, as jax.lax.scan does, got {type(f).__name__}: {f!r:.80}")
@@ -119,17 +131,45 @@ def _check(f: Any, several: bool, segments: Any, checkpoints: Any, offload_carry
         raise RematError(f'checkpoints= goes with segments="binomial", got segments={segments!r}.')
     if several and segments is not None:
         raise RematError("segments= and a policy for each step cannot be had together: choose one.")
-    if is_binomial and offload_carry:
-        raise RematError('offload_carry= goes with carries that a scan stacks; segments="binomial" keeps few of them.')
     if is_binomial:
         binomial.count_of(checkpoints, 1)
     elif segments is not None:
         _segment_length(segments, 1)
-    if offload_carry and not any(jnp.ndim(x) and jaxprs.is_inexact(jax.typeof(x)) for x in jax.tree.leaves(init)):
+
+
+def _check_offload(init: Any, segments: Any, policies: Sequence[Policy]) -> None:
+    """Refuses to offload where there is nothing that could be."""
+    if isinstance(segments, str) and segments == "binomial":
+        raise RematError('offload_carry= goes with carries that a scan stacks; segments="binomial" keeps few of them.')
+    if segments is None and not all(p.remat for p in policies):
+        raise RematError('offload_carry= needs steps that are rematerialized, and policy= is "none".')
+    if not any(jnp.ndim(x) and jaxprs.is_inexact(jax.typeof(x)) for x in jax.tree.leaves(init)):
         raise RematError("offload_carry= moves arrays of floating-point numbers, and this carry has none.")
 
 
-def _policies(policy: Any, several: bool) -> list[Any]:
+def _warn_of_cpu() -> None:
+    """Says that a CPU passes over offloading. What is only read may be meant for another target, and reports say it."""
+    if jax.default_backend() == "cpu" and not marks.reading():
+        warnings.warn(
+            "offload_carry=True has no effect on the CPU, JAX's backend here: its memory is the host's, and carries "
+            "stay where they are. rk.measure(..., target=) says what an accelerator makes of it.",
+            RematWarning,
+            stacklevel=3,
+        )
+
+
+def _check_extent(xs: Any, length: Any, unroll: Any) -> None:
+    """Refuses a number of steps that is none, and inputs without steps."""
+    if length is not None and (not hasattr(length, "__index__") or (whole(length) or 0) < 0):
+        raise RematError(f"length= is the number of steps, a whole number or None, got {length!r:.80}.")
+    if not isinstance(unroll, bool) and (whole(unroll) is None or unroll < 0):
+        raise RematError(f"unroll= is how many steps one iteration runs, a whole number or a bool, got {unroll!r:.80}.")
+    for path, x in jax.tree_util.tree_leaves_with_path(xs):
+        if not getattr(x, "shape", isinstance(x, str)):  # a text is refused as such
+            raise RematError(f"scan goes along the first axis of xs, and xs{jax.tree_util.keystr(path)} is a scalar.")
+
+
+def _policies(policy: Any, several: bool) -> list[Policy]:
     given = (policy.values() if isinstance(policy, Mapping) else policy) if several else [policy]
     return [as_policy("full" if p is None else p) for p in given]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +13,11 @@ import numpy as np
 from remat_kit import _adapters
 from remat_kit._errors import RematError
 from remat_kit._numbers import whole
+from remat_kit._override import Wanted
 from remat_kit._trace import default, jaxprs, narrow
 from remat_kit._trace.inputs import seal, unseal
 from remat_kit._trace.linearized import linearize
-from remat_kit._wrap import remat
+from remat_kit._wrap import check_options, remat
 
 
 def sequential(
@@ -53,10 +54,16 @@ def sequential(
     Raises:
       RematError: for no functions, or segments that do not fit them.
     """
+    check_options(prevent_cse, block)
+    Wanted.of(policy)  # read here too: a single segment has no use for it
+    if isinstance(fns, str) or not isinstance(fns, Iterable):
+        raise RematError(f"sequential takes functions, one or more, got {fns!r:.200}.")
     fns = list(fns)
     if not fns or not all(map(callable, fns)):
         raise RematError(f"sequential takes functions, one or more, got {fns!r:.200}.")
     _adapters.refuse_modules("sequential", fns)
+    for fn in fns:
+        _adapters.refuse_without_variables(fn)
     sizes = _auto(fns, x) if isinstance(segments, str) and segments == "auto" else _sizes(segments, len(fns))
     bounds = list(itertools.accumulate(sizes, initial=0))
     for first, last in itertools.pairwise(bounds):

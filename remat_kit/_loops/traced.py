@@ -13,10 +13,27 @@ from typing import Any
 import jax
 
 from remat_kit import _adapters
+from remat_kit._errors import RematError
 from remat_kit._trace import jaxprs, marks
+from remat_kit._trace.inputs import is_dynamic
 from remat_kit._trace.jaxprs import JaxprEqn, Literal, Var
 
 Run = Callable[[JaxprEqn, list[Any]], list[Any]]
+
+
+def check_arrays(**given: Any) -> None:
+    """Refuses what JAX cannot trace: loops go over arrays and numbers.
+
+    Raises:
+      RematError: naming the argument and the leaf of it.
+    """
+    for name, tree in given.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if not is_dynamic(leaf):
+                raise RematError(
+                    f"{name}{jax.tree_util.keystr(path)} is {leaf!r:.80} of type {type(leaf).__name__}, which is no "
+                    "array or number. Let the function of the loop close over what stays the same."
+                )
 
 
 def run_as(run: Run, name: str, primitive: str, loop: Callable[..., Any], *args: Any, by_path: bool = False) -> Any:

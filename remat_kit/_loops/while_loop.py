@@ -9,7 +9,7 @@ from jax import lax
 
 from remat_kit._errors import RematError
 from remat_kit._loops import binomial
-from remat_kit._loops.traced import run_as
+from remat_kit._loops.traced import check_arrays, run_as
 from remat_kit._numbers import whole
 from remat_kit._static_args import name_of
 from remat_kit._trace.jaxprs import JaxprEqn
@@ -55,6 +55,10 @@ def while_loop(
             f"max_steps= is the most steps that the loop may take, a whole number below 2**31, got {max_steps!r}."
         )
     binomial.count_of(checkpoints, 1)
+    for name, fun in (("cond_fun", cond_fun), ("body_fun", body_fun)):
+        if not callable(fun):
+            raise RematError(f"{name} is a function of the state, got {type(fun).__name__}: {fun!r:.80}")
+    check_arrays(init_val=init_val)
 
     def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         if not most:
