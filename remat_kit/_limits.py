@@ -44,7 +44,7 @@ def check(policy: Policy, jaxpr: Any, *, chosen_cse: bool = False) -> None:
             f"{classic} or a newer JAX."
         )
     native = policy.as_jax()
-    lost = _ignored(native, jaxpr) if native is not None else []
+    lost = ignored(native, jaxpr) if native is not None else []
     if lost:
         early, later = "only JAX's own policies for names and dot_general", f"policies only for {', '.join(_ASKED)}"
         warnings.warn(
@@ -101,7 +101,7 @@ def _reached_in_regions(policy: Policy, jaxpr: Any) -> bool:
     return False
 
 
-def _ignored(native: Any, jaxpr: Any) -> list[str]:
+def ignored(native: Any, jaxpr: Any) -> list[str]:
     """The primitives in a program whose results one of JAX's policies keeps and `jax_remat3` recomputes."""
     everything = jax.checkpoint_policies.everything_saveable
     if native is jax.checkpoint_policies.nothing_saveable or (native is everything and not _EARLY):

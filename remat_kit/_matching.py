@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from remat_kit._errors import RematError, RematWarning, near_matches
@@ -15,37 +16,65 @@ from remat_kit._presets import presets, unmatched_names
 from remat_kit._trace import jaxprs, survey
 
 
-def check_names(jaxpr: Any, policies: Iterable[Policy], *given: str) -> None:
-    """Refuses names that the program does not have.
+@dataclasses.dataclass(frozen=True)
+class Missing:
+    """A name or glob in a policy that no checkpoint name of a program matches.
 
-    A preset lists the names of several codebases; it needs only one of them to be there.
+    Attributes:
+      policy: the policy.
+      name: the name or glob.
+      present: the checkpoint names that the program has.
+      hidden: whether the name is given in the forward rule of a custom_vjp function, where `jax_remat3` ignores names.
+    """
+
+    policy: Policy
+    name: str
+    present: frozenset[str]
+    hidden: bool
+
+    @property
+    def near(self) -> str:
+        """A question that names what may have been meant, or the empty string."""
+        return near_matches(self.name, self.present)
+
+
+def missing_names(jaxpr: Any, policies: Iterable[Policy], *given: str) -> Iterator[Missing]:
+    """The names in policies that a program lacks. A preset lists those of several codebases, and needs only one.
 
     Args:
-      *given: names that it is going to be given.
-
-    Raises:
-      RematError: for a name or glob that matches no checkpoint name of the program.
+      *given: names that the program is going to be given.
     """
     asked = [p for p in policies if p.name_globs]
     if not asked:
         return
-    have = inside = {n for n in survey.names_in(jaxpr, forward_rules=True) if not is_reserved(n)}
+    have = inside = frozenset(n for n in survey.names_in(jaxpr, forward_rules=True) if not is_reserved(n))
     if jaxprs.remat3():
-        have = {n for n in survey.names_in(jaxpr) if not is_reserved(n)}
+        have = frozenset(n for n in survey.names_in(jaxpr) if not is_reserved(n))
     for p in asked:
-        missing = [name for name in unmatched_names(p, have) if name not in given]
-        if missing and any(matches(missing[0], n) for n in inside - have):
+        for name in unmatched_names(p, have):
+            if name not in given:
+                yield Missing(p, name, have, any(matches(name, n) for n in inside - have))
+
+
+def check_names(jaxpr: Any, policies: Iterable[Policy], *given: str) -> None:
+    """Refuses names that the program does not have; see `missing_names`.
+
+    Raises:
+      RematError: for a name or glob that matches no checkpoint name of the program.
+    """
+    for missing in missing_names(jaxpr, policies, *given):
+        title = missing.policy.name or str(missing.policy)[:200]
+        if missing.hidden:
             raise RematError(
-                f"policy {p.name or str(p)[:200]!r}: the name {missing[0]!r} is given inside the forward rule of a "
+                f"policy {title!r}: the name {missing.name!r} is given inside the forward rule of a "
                 "custom_vjp function, where jax_remat3 ignores names. Name a value outside the rule, or use the "
                 "classic implementation (jax.config.update('jax_remat3', False))."
             )
-        if missing:
-            listed = ", ".join(repr(n) for n in sorted(have)) or "none (name values with rk.checkpoint_name)"
-            raise RematError(
-                f"policy {p.name or str(p)[:200]!r}: no value of the program is named {missing[0]!r}. "
-                f"Its checkpoint names: {listed[:600]}.{near_matches(missing[0], have)}"
-            )
+        listed = ", ".join(repr(n) for n in sorted(missing.present)) or "none (name values with rk.checkpoint_name)"
+        raise RematError(
+            f"policy {title!r}: no value of the program is named {missing.name!r}. "
+            f"Its checkpoint names: {listed[:600]}.{missing.near}"
+        )
 
 
 def warn_unmatched(asked: Sequence[tuple[Policy, Any, Place]]) -> None:

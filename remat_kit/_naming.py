@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,13 +34,25 @@ def is_reserved(name: str) -> bool:
 
 def name_for(action: Action, policy: Policy) -> str:
     """The checkpoint name of values with an action under a policy. Another policy does not keep them by it."""
-    digest = hashlib.sha256(str(policy).encode()).hexdigest()[:12]
-    return f"{_PREFIX}{action}.{digest}"
+    return f"{_PREFIX}{action}.{_digest(policy)}"
+
+
+def _digest(policy: Policy) -> str:
+    return hashlib.sha256(str(policy).encode()).hexdigest()[:12]
+
+
+def policy_behind(names: Iterable[str]) -> Policy | None:
+    """The policy whose reserved names these are, where this process has made JAX's policy of it; else None."""
+    return next((p for n in names if is_reserved(n) and (p := _made.get(n.rsplit(".", 1)[-1]))), None)
+
+
+_made: dict[str, Policy] = {}
 
 
 @functools.lru_cache(maxsize=1024)
 def names_policy(policy: Policy) -> Callable[..., Any]:
     """JAX's policy that keeps the values named under a policy: the same object for equal policies."""
+    _made[_digest(policy)] = policy
     policies = jax.checkpoint_policies
     saved, offloaded = (name_for(a, policy) for a in (Action.SAVE, Action.OFFLOAD))
     if Action.OFFLOAD not in policy.actions:

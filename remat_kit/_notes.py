@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 
-from remat_kit._trace import jaxprs
-from remat_kit._trace.jaxprs import CallKind
+from remat_kit._trace import jaxprs, recomputed
 from remat_kit._trace.levels import Level, walk
 from remat_kit._trace.linearized import Linearized
 from remat_kit._trace.report import Kind
@@ -85,55 +84,14 @@ def _batched_products(written: Any, rules: Any) -> list[str]:
 
 def _rerun_rules(lin: Linearized) -> list[str]:
     """Forward rules of custom_vjp functions that run again in the backward pass, and what would prevent it."""
-    origins = lin.tagged.origins
-    uncovered: dict[int, dict[str, None]] = {}
-    for level, eqn in walk(Level(lin.backward)):
-        owner = next((t for t in level.chain_of(eqn) if jaxprs.is_custom_vjp(origins[t].eqn)), None)
-        if owner is None or not _again(level, eqn) or jaxprs.calls(eqn) or jaxprs.name_of(eqn) is not None:
-            continue
-        made = list(eqn.outvars)
-        for e in level.jaxpr.eqns:  # under other names too
-            if jaxprs.name_of(e) is not None and any(e.invars[0] is o for o in made):
-                made += e.outvars
-        readers = [e for e in level.jaxpr.eqns if any(v is o for v in e.invars for o in made)]
-        if any(owner not in level.chain_of(r) or not _again(level, r) for r in readers) or _handed_out(level, made):
-            types = uncovered.setdefault(owner, {})
-            types.update(dict.fromkeys(o.aval.str_short(short_dtypes=True) for o in eqn.outvars))
     out = []
     remedy = "'save op=custom_vjp_call' keeps all of them."
     if jaxprs.remat3():
         remedy = "jax_remat3 keeps nothing of such rules; the classic implementation can ('save op=custom_vjp_call')."
-    for tag, types in uncovered.items():
-        eqn = origins[tag].eqn
-        file, line, _ = jaxprs.source_line(eqn)
+    for rule in recomputed.forward_rules(lin):
+        file, line, _ = jaxprs.source_line(lin.tagged.origins[rule.tag].eqn)
         out.append(
             f"The forward rule of the custom_vjp call at {file.rsplit('/', 1)[-1]}:{line} runs again in the backward "
-            f"pass: its residuals {', '.join(types)} are not covered by the policy. {remedy}"
+            f"pass: its residuals {', '.join(rule.types)} are not covered by the policy. {remedy}"
         )
     return out
-
-
-def _again(level: Level, eqn: Any) -> bool:
-    here: Level | None = level
-    scopes = jaxprs.scopes(eqn)
-    while "rematted_computation" not in scopes:
-        if here is None or here.eqn is None or here.call is None or here.call.kind is not CallKind.REMAT:
-            return False
-        if _recomputes(here.eqn):
-            return True
-        scopes, here = jaxprs.scopes(here.eqn), here.parent
-    return True
-
-
-def _recomputes(eqn: Any) -> bool:
-    """Whether an equation of a backward pass is a region that only recomputes, as those of `jax_remat3` are."""
-    region = jaxprs.remat_region(eqn)
-    return region is not None and not region.differentiated
-
-
-def _handed_out(level: Level, made: list[Any]) -> bool:
-    """Whether values that are recomputed leave their region to be read in the backward pass."""
-    if level.parent is None or level.eqn is None or not _recomputes(level.eqn):
-        return False
-    out = [o for v, o in zip(level.jaxpr.outvars, level.eqn.outvars, strict=True) if any(v is x for x in made)]
-    return any(v is o for e in level.parent.jaxpr.eqns for v in e.invars for o in out)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,12 +39,33 @@ class Choice:
     blocks: tuple[tuple[Candidate, Policy], ...]
     in_loop: bool = False
 
+    @functools.cached_property
+    def _by_site(self) -> dict[Site, list[tuple[Candidate, Policy]]]:
+        found: dict[Site, list[tuple[Candidate, Policy]]] = {}
+        for c, p in self.blocks:
+            for n in range(len(c.site)):
+                found.setdefault(c.site[:n], [])
+            found.setdefault(c.site, []).append((c, p))
+        return found
+
+    @functools.cached_property
+    def _by_eqn(self) -> dict[tuple[Site, tuple[int, ...]], list[tuple[Candidate, Policy]]]:
+        found: dict[tuple[Site, tuple[int, ...]], list[tuple[Candidate, Policy]]] = {}
+        for c, p in self.blocks:
+            found.setdefault((c.site, c.eqns), []).append((c, p))
+        return found
+
     def at(self, site: Site) -> list[tuple[Candidate, Policy]]:
-        return [(c, p) for c, p in self.blocks if c.site == site]
+        """The blocks in the program at a site."""
+        return self._by_site.get(site, [])
+
+    def of(self, site: Site, i: int) -> list[tuple[Candidate, Policy]]:
+        """The blocks that are one equation of that program, or parts of it."""
+        return self._by_eqn.get((site, (i,)), [])
 
     def below(self, site: Site) -> bool:
         """Whether any block lies in the program at a site, or in one nested in it."""
-        return any(c.site[: len(site)] == site for c, _ in self.blocks)
+        return site in self._by_site
 
 
 def rewrite(jaxpr: Any, choice: Choice) -> Flat:
@@ -95,10 +117,10 @@ def _scopes_around(c: Candidate) -> tuple[str, ...]:
 
 
 def _in_loop(c: Candidate, choice: Choice) -> bool:
-    return choice.in_loop or any(_is_loop(e) for e in c.outer)
+    return choice.in_loop or any(is_loop(e) for e in c.outer)
 
 
-def _is_loop(eqn: JaxprEqn, trips: int | None = None) -> bool:
+def is_loop(eqn: JaxprEqn, trips: int | None = None) -> bool:
     """Whether XLA is given a loop: not where a scan has one iteration, or all of them in one."""
     if eqn.primitive.name != "scan":
         return eqn.primitive.name == "while"
@@ -114,11 +136,11 @@ def _scoped(names: Sequence[str]) -> Any:
 
 def _eqn(eqn: JaxprEqn, i: int, operands: list[Any], choice: Choice, site: Site) -> list[Any]:
     """Evaluates one equation: itself a block (a scan's body, a region), with blocks in it, or as it was."""
-    parts = [(c, p) for c, p in choice.at(site) if c.eqns == (i,) and c.span is not None]
+    parts = [(c, p) for c, p in choice.of(site, i) if c.span is not None]
     if parts:
         return _parts_of_scan(eqn, operands, parts, choice)
-    for c, policy in choice.at(site):
-        if c.eqns == (i,) and c.kind in ("scan", "checkpoint"):
+    for c, policy in choice.of(site, i):
+        if c.kind in ("scan", "checkpoint"):
             return _block_eqn(eqn, operands, c, policy, choice)
     programs: dict[Any, Any] = {}
     for call in jaxprs.calls(eqn):
@@ -145,7 +167,7 @@ def _block_eqn(eqn: JaxprEqn, operands: list[Any], c: Candidate, policy: Policy,
         fun = block_function(program, policy, prevent_cse=region.prevent_cse if asked else False, place=place)
         with jaxprs.context(eqn), jax.named_scope(marks.BLOCK + c.path):
             return list(fun(*operands))
-    fun = block_function(program, policy, prevent_cse=not (choice.in_loop or _is_loop(eqn)), place=place)
+    fun = block_function(program, policy, prevent_cse=not (choice.in_loop or is_loop(eqn)), place=place)
 
     def body(*xs: Any) -> list[Any]:
         with jax.named_scope(marks.BLOCK + c.path):
@@ -167,7 +189,7 @@ def _parts_of_scan(
         if at < first:
             programs.append((at, first, call.jaxpr))
         program, place = program_of(c, policy)
-        fun = block_function(program, policy, prevent_cse=not _is_loop(eqn, last - first), place=place)
+        fun = block_function(program, policy, prevent_cse=not is_loop(eqn, last - first), place=place)
 
         def body(*xs: Any, fun: Any = fun, c: Candidate = c) -> list[Any]:
             with jax.named_scope(marks.BLOCK + c.path):
@@ -243,10 +265,8 @@ def outline(owner: Any, members: Sequence[int], depth: int) -> tuple[Any, list[V
     eqns = [jaxprs.with_scopes(e, jaxprs.scopes(e)[len(_upto_mark(jaxprs.scopes(e), depth)) :]) for e in inside]
     made = {v for e in inside for v in e.outvars}
     invars = list(dict.fromkeys(v for e in inside for v in e.invars if isinstance(v, Var) and v not in made))
-    rest = set(range(len(owner.eqns))) - set(members)
-    used = {v for k in rest for v in owner.eqns[k].invars if isinstance(v, Var)}
-    used |= {v for v in owner.outvars if isinstance(v, Var)}
-    outvars = [v for e in inside for v in e.outvars if v in used]
+    mine, readers = set(members), survey.readers(owner)
+    outvars = [v for e in inside for v in e.outvars if not mine.issuperset(readers.get(v, ()))]
     return jaxprs.subprogram(owner, eqns, invars, outvars), invars, outvars, scopes
 
 
