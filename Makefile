@@ -13,18 +13,23 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check
 sources := $(shell find remat_kit -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: help demo test lint docs bench wheel-check clean
+.PHONY: help demo test test-browser lint docs bench wheel-check clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
-	@echo "others: lint docs bench wheel-check clean"
+	@echo "others: test-browser lint docs bench wheel-check clean"
 
 demo: $(VENV)/.installed
 	$(bin)/remat-kit demo
 
 test: $(VENV)/.test $(addprefix $(VENV)/.,$(WITH))
 	$(bin)/python -m pytest $(PYTEST_ARGS)
+
+# Chromium comes from Debian, or CHROMIUM=... says where it is.
+test-browser: $(VENV)/.browser
+	.ci/chromium
+	$(bin)/python -m pytest -m browser tests/browser -rs -s
 
 lint: $(VENV)/.dev
 	$(bin)/ruff check .
@@ -56,6 +61,6 @@ $(VENV)/.installed: pyproject.toml $(sources) | $(VENV)/.made
 	@if [ -e $(VENV)/.test ]; then echo "installed from this checkout already"; else $(pip) install --quiet .; fi
 	@touch $@
 
-$(addprefix $(VENV)/.,test dev docs tpu cuda): $(VENV)/.%: pyproject.toml | $(VENV)/.made
+$(addprefix $(VENV)/.,test browser dev docs tpu cuda): $(VENV)/.%: pyproject.toml | $(VENV)/.made
 	$(pip) install --quiet --editable '.[$*]'
 	@touch $@

@@ -54,17 +54,26 @@ from remat_kit._trace.program import Value as Value
 from remat_kit._trace.report import Residual as Residual
 from remat_kit._trace.report import Residuals as Residuals
 from remat_kit._trace.report import ResidualsDiff as ResidualsDiff
+from remat_kit._verify.check import check as check
+from remat_kit._verify.finding import Finding as Finding
+from remat_kit._verify.finding import Findings as Findings
+from remat_kit._verify.lint import lint as lint
+from remat_kit._verify.result import Check as Check
+from remat_kit._verify.result import CheckError as CheckError
+from remat_kit._verify.result import Compared as Compared
+from remat_kit._verify.result import Derivative as Derivative
 from remat_kit._wrap import checkpoint as checkpoint
 from remat_kit._wrap import remat as remat
 
 if TYPE_CHECKING:
     from remat_kit import linen as linen
     from remat_kit import nnx as nnx
+    from remat_kit import testing as testing
     from remat_kit import zoo as zoo
 
 __version__ = "0.1.0"
 
-_LAZY = ("linen", "nnx", "zoo")  # these load Flax
+_LAZY = ("linen", "nnx", "testing", "zoo")  # loaded when used; all but testing load Flax
 
 
 def __getattr__(name: str) -> Any:

@@ -65,6 +65,24 @@ def refuse_modules(name: str, tree: Any) -> None:
                 )
 
 
+def refuse_without_variables(fun: Any) -> None:
+    """Refuses a Linen module, or a class of them, in place of a function: it is called with its variables.
+
+    Raises:
+      RematError: saying how.
+    """
+    if "flax.linen" not in sys.modules:
+        return
+    from flax import linen
+
+    cls = fun if isinstance(fun, type) else type(fun)
+    if issubclass(cls, linen.Module) and (cls is fun or fun.scope is None):
+        raise RematError(
+            f"expected a function, got {'the Linen module class' if cls is fun else 'a Linen module:'} {cls.__name__}. "
+            "Pass a function of its variables, such as lambda variables, x: model.apply(variables, x)."
+        )
+
+
 @contextlib.contextmanager
 def state_errors(name: str) -> Iterator[None]:
     """Says in the toolkit's words that a rematerialized function changes NNX state which it captures.
@@ -88,6 +106,7 @@ def state_errors(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def adapted(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Call]:
     """Takes apart the arguments of a call that hold state, for as long as the call lasts; others pass as they are."""
+    refuse_without_variables(fun)
     if "flax.nnx" in sys.modules:
         from remat_kit import _nnx_capture, _nnx_state
 
@@ -99,7 +118,26 @@ def adapted(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
                 "values would not be seen. Pass it as an argument."
             )
         if _nnx_state.has_modules((args, kwargs)):
-            with _nnx_state.adapted(fun, args, kwargs) as call:
+            with _nnx_state.adapted(fun, args, kwargs) as call, nesting_said():
                 yield call
             return
-    yield Call(fun, args, kwargs)
+    with nesting_said():
+        yield Call(fun, args, kwargs)
+
+
+@contextlib.contextmanager
+def nesting_said() -> Iterator[None]:
+    """Says that a program nests too deeply: JAX calls itself for each level, and so does much that reads it.
+
+    Raises:
+      RematError: in place of a RecursionError.
+    """
+    try:
+        yield
+    except RecursionError as error:
+        raise RematError(
+            f"the function nests too deeply for Python's recursion limit of {sys.getrecursionlimit()} frames. JAX "
+            "takes up to 14 of them for each jit, scan, cond or checkpoint inside another. Unless the function calls "
+            "itself without end, nest it less, or raise the limit with sys.setrecursionlimit (Python 3.12 has one more "
+            "limit, for calls through C, that nothing raises)."
+        ) from error

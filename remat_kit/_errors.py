@@ -10,11 +10,17 @@ class RematError(Exception):
     """Base class of every error that remat_kit raises on purpose."""
 
 
-class UnknownPolicyError(RematError, KeyError):
-    """A policy name that is not registered. The message lists the nearest names."""
-
+class _NotFoundError(RematError, KeyError):
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return str(self.args[0]) if self.args else ""
+
+
+class UnknownPolicyError(_NotFoundError):
+    """A policy name that is not registered. The message lists the nearest names."""
+
+
+class UnknownBlockError(_NotFoundError):
+    """A block that a plan does not have. The message lists the nearest ones."""
 
 
 class OptionError(RematError, TypeError):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from remat_kit._errors import RematError
 
 _SPECIAL = "*?[\\|"
+_LONGEST = 8192  # characters of one glob; twice the longest path that systems know
 
 
 class _Token(NamedTuple):
@@ -48,7 +49,7 @@ def canonical(pattern: str, separator: str = "") -> str:
     if not pattern:
         raise RematError("an empty glob matches nothing: write a name, or '*' for any.")
     if any(unicodedata.category(c) in ("Cc", "Cs") for c in pattern):
-        raise RematError(f"the glob {pattern!r} holds control characters.")
+        raise RematError(f"the glob {pattern!r:.80} holds control characters.")
     return "".join(_spell(token) for token in _tokens(pattern, separator))
 
 
@@ -129,24 +130,33 @@ def _program(pattern: str, separator: str) -> tuple[tuple[_Token, ...], dict[int
 
 
 @lru_cache(maxsize=4096)
+def _char(char: str) -> _Token:
+    return _Token("char", char)
+
+
+@lru_cache(maxsize=4096)
 def _tokens(pattern: str, separator: str) -> tuple[_Token, ...]:
+    if len(pattern) > _LONGEST:
+        raise RematError(f"a glob has at most {_LONGEST} characters, got {len(pattern)}: {pattern!r:.80} ...")
     tokens, i = [], 0
     while i < len(pattern):
         char = pattern[i]
         if char == "\\":
             if i + 1 == len(pattern):
-                raise RematError(f"the glob {pattern!r} ends in a lone backslash: write '\\\\' for a backslash.")
-            tokens.append(_Token("char", pattern[i + 1]))
+                raise RematError(f"the glob {pattern!r:.80} ends in a lone backslash: write '\\\\' for a backslash.")
+            tokens.append(_char(pattern[i + 1]))
             i += 2
         elif char == "*":
-            run = len(pattern[i:]) - len(pattern[i:].lstrip("*"))
-            tokens.append(_Token("deep" if run > 1 and separator else "star"))
-            i += run
+            end = i + 1
+            while pattern[end : end + 1] == "*":
+                end += 1
+            tokens.append(_Token("deep" if end > i + 1 and separator else "star"))
+            i = end
         elif char == "[":
             token, i = _set(pattern, i)
             tokens.append(token)
         else:
-            tokens.append(_Token("one") if char == "?" else _Token("char", char))
+            tokens.append(_Token("one") if char == "?" else _char(char))
             i += 1
     return tuple(tokens)
 
@@ -164,9 +174,9 @@ def _set(pattern: str, start: int) -> tuple[_Token, int]:
             chars.append((pattern[i], not escaped and pattern[i] == "-"))
         i += 1
     if i >= len(pattern):
-        raise RematError(f"the glob {pattern!r} has a '[' without ']': write '\\[' for a bracket.")
+        raise RematError(f"the glob {pattern!r:.80} has a '[' without ']': write '\\[' for a bracket.")
     if not chars:
-        raise RematError(f"the glob {pattern!r} has an empty set '[]': write '\\[' for a bracket.")
+        raise RematError(f"the glob {pattern!r:.80} has an empty set '[]': write '\\[' for a bracket.")
     items, k = [], 0
     while k < len(chars):
         low = high = chars[k][0]
@@ -174,7 +184,7 @@ def _set(pattern: str, start: int) -> tuple[_Token, int]:
             high = chars[k + 2][0]
             k += 2
         if low > high:
-            raise RematError(f"the glob {pattern!r} has an empty range '{low}-{high}'.")
+            raise RematError(f"the glob {pattern!r:.80} has an empty range '{low}-{high}'.")
         items.append((low, high))
         k += 1
     return _Token("set", items=tuple(sorted(set(items))), negated=negated), i + 1

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from remat_kit._errors import RematError, near_matches
+from remat_kit._units import printable
 
 FORMS = "zoo:NAME (a built-in model) or package.module:factory"
 
@@ -80,6 +81,8 @@ def _zoo_hint(spec: str) -> str:
 
 
 def _factory(spec: str, source: str, name: str) -> Callable[..., Any]:
+    if not all(part.isidentifier() for part in source.split(".")):
+        raise RematError(f"program {spec!r}: {source!r} is no module's name; expected {FORMS}.")
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -135,8 +138,8 @@ def _returned(spec: str, value: Any) -> Loaded:
         raise RematError(f"{wanted}; what it returned as fn is a {type(fn).__name__}, which cannot be called.")
     if not isinstance(args, (tuple, list)):
         raise RematError(f"{wanted}; args is a {type(args).__name__}: write (fn, (arg,)) for a single argument.")
-    if not isinstance(kwargs, Mapping):
-        raise RematError(f"{wanted}; kwargs is a {type(kwargs).__name__}, expected a dict.")
+    if not isinstance(kwargs, Mapping) or not all(isinstance(k, str) for k in kwargs):
+        raise RematError(f"{wanted}; kwargs is a {type(kwargs).__name__}, expected a dict with keywords as keys.")
     return Loaded(fn, tuple(args), dict(kwargs))
 
 
@@ -157,5 +160,5 @@ def describe(error: BaseException) -> str:
     """The error in one line, with the place where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    message = str(error).strip().split("\n", 1)[0]
+    message = printable(str(error).strip().split("\n", 1)[0])
     return f"{type(error).__name__}: {message}{place}" if message else f"{type(error).__name__}{place}"

@@ -12,6 +12,7 @@ import jax
 from remat_kit._adapters import Call
 from remat_kit._apply import Chosen, Policies, Rules, rewritten
 from remat_kit._errors import RematError
+from remat_kit._options import check_flags
 from remat_kit._trace import jaxprs, tracing
 
 
@@ -43,19 +44,21 @@ class Loss:
         return "as written" if self.rules is None else str(self.rules)
 
 
-def read(call: Call, policy: Policies, argnums: int | Sequence[int], has_aux: bool) -> Loss:
+def read(call: Call, policy: Policies, argnums: int | Sequence[int], has_aux: bool, *, allow_int: bool = False) -> Loss:
     """Traces a loss and applies a policy to it.
 
     Args:
       policy: as `remat_kit.apply` takes it; None leaves the function as written.
       argnums, has_aux: as in `jax.grad`.
+      allow_int: whether leaves of the differentiated arguments that are no floating or complex numbers are passed over.
 
     Raises:
       RematError: for a result that is not a scalar, a differentiated argument without numbers to differentiate,
         an unknown policy, block or name.
     """
+    check_flags(has_aux=has_aux)
     traced = tracing.trace(call.fun, call.args, call.kwargs)
-    differentiated = _differentiated(traced, argnums, len(call.args), call)
+    differentiated = _differentiated(traced, argnums, len(call.args), call, allow_int)
     outputs = _outputs(traced, call, has_aux)
     if policy is None:
         return Loss(call, traced, traced.jaxpr, differentiated, outputs, None, None)
@@ -64,7 +67,9 @@ def read(call: Call, policy: Policies, argnums: int | Sequence[int], has_aux: bo
     return Loss(call, traced, jaxpr, differentiated, outputs, rules, applied)
 
 
-def _differentiated(traced: tracing.Traced, argnums: int | Sequence[int], n: int, call: Call) -> tuple[bool, ...]:
+def _differentiated(
+    traced: tracing.Traced, argnums: int | Sequence[int], n: int, call: Call, allow_int: bool
+) -> tuple[bool, ...]:
     try:
         numbers = tuple(map(operator.index, argnums if isinstance(argnums, Sequence) else (argnums,)))
     except TypeError:
@@ -76,7 +81,7 @@ def _differentiated(traced: tracing.Traced, argnums: int | Sequence[int], n: int
     out = []
     trainable = call.trainable or (True,) * len(avals)
     for aval, label, position, trains in zip(avals, traced.labels, traced.argnums, trainable, strict=True):
-        mine = position in wanted and trains
+        mine = position in wanted and trains and (not allow_int or jaxprs.is_inexact(aval))
         if mine and not jaxprs.is_inexact(aval):
             raise RematError(
                 f"cannot differentiate with respect to {label} of type {aval.str_short()}: gradients need floating or "
@@ -108,11 +113,13 @@ def _outputs(traced: tracing.Traced, call: Call, has_aux: bool) -> tuple[bool, .
             raise RematError(f"has_aux=True needs a function that returns (loss, aux); it returned {found}.")
         loss = loss[0]
     leaves = jax.tree.leaves(loss)
-    out = leaves[0] if len(leaves) == 1 and isinstance(leaves[0], _Output) else None
+    out = loss if isinstance(loss, _Output) else None
     if out is None or out.aval.shape != ():
         found = (
             ", ".join(x.aval.str_short() if isinstance(x, _Output) else type(x).__name__ for x in leaves) or "nothing"
         )
+        if isinstance(loss, (list, dict)):
+            found += f" in a {type(loss).__name__}"
         more = (
             " It returned a pair: pass has_aux=True if the second is auxiliary."
             if isinstance(loss, tuple) and len(loss) == 2

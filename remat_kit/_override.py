@@ -69,6 +69,7 @@ def override(policies: Mapping[str, Any]) -> Iterator[None]:
     for glob in policies:
         if not isinstance(glob, str) or not glob:
             raise RematError(f"override: blocks are named by strings, got {glob!r}.")
+        matches(glob, "", "/")  # a malformed glob is refused here
     layer = tuple((glob, Wanted.of(_given(p))) for glob, p in policies.items())
     layers = (layer, *(_layers.value or ()))
     with _layers(layers):

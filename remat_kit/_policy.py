@@ -14,11 +14,10 @@ from typing import Any, TypedDict, Unpack
 from remat_kit import _globs, _json, _policy_json, _policy_text
 from remat_kit._errors import RematError
 from remat_kit._policy_jax import as_jax, from_jax
-from remat_kit._rules import FIELDS, Action, Rule, Selector, ValueFacts, as_action, unknown_key
+from remat_kit._rules import FIELDS, MOST_RULES, Action, Rule, Selector, ValueFacts, unknown_key, useless
 
 __all__ = ["Action", "Policy", "Rule", "Selector", "ValueFacts", "offload", "policy", "recompute", "save"]
 
-_MOST_RULES = 1000  # what a person or a planner writes is far below; a stranger's file may not be
 _Globs = str | Iterable[str]
 
 
@@ -70,12 +69,12 @@ class Policy:
         for rule in self.rules:
             if not isinstance(rule, Rule):
                 raise RematError(f"a policy's rules are a tuple of Rule, and one is {rule!r}.")
-        if len(self.rules) > _MOST_RULES:
+        if len(self.rules) > MOST_RULES:
             raise RematError(
-                f"a policy has at most {_MOST_RULES} rules, got {len(self.rules)}; use globs such as name=a|b."
+                f"a policy has at most {MOST_RULES} rules, got {len(self.rules)}; use globs such as name=a|b."
             )
         object.__setattr__(self, "rules", tuple(self.rules))
-        object.__setattr__(self, "rest", as_action(self.rest))
+        object.__setattr__(self, "rest", Action(self.rest))
         if not isinstance(self.remat, bool):
             raise RematError(f"a policy's remat is True or False, got {self.remat!r}.")
         if not self.remat and (self.rules or self.native or self.rest != Action.RECOMPUTE):
@@ -85,13 +84,11 @@ class Policy:
                 raise RematError("a policy holds either rules or one of JAX's callables (native), not both.")
             if not callable(self.native):
                 raise RematError(f"a policy's native is a callable as jax.checkpoint takes, got {self.native!r}.")
-        for i, rule in enumerate(self.rules):
-            for earlier in self.rules[:i]:
-                if earlier.selector.covers(rule.selector):
-                    raise RematError(
-                        f"the rule '{_policy_text.format_rule(rule)}' never applies: "
-                        f"'{_policy_text.format_rule(earlier)}' comes before it and the first match wins."
-                    )
+        for number, earlier in useless(self.rules):
+            raise RematError(
+                f"the rule '{_policy_text.format_rule(self.rules[number])[:500]}' never applies: "
+                f"'{_policy_text.format_rule(earlier)[:500]}' comes before it and the first match wins."
+            )
 
     def action(self, value: ValueFacts) -> Action:
         """Returns what becomes of a value: the action of the first rule that matches it, else `rest`.
@@ -299,7 +296,7 @@ def _single(action: Action, criteria: Mapping[str, Any]) -> Policy:
     for key, value in criteria.items():
         if key not in FIELDS:
             raise RematError(unknown_key(key))
-        if value == ():
+        if isinstance(value, tuple) and not value:
             raise RematError(f"{key} was given no glob: leave it out, or write '*' for any.")
     return Policy((Rule(action, Selector(**criteria)),))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from remat_kit._errors import RematError
 from remat_kit._json import check_header, kind, shown
-from remat_kit._rules import FIELDS, Action, Rule, Selector, as_action, unknown_key
+from remat_kit._rules import FIELDS, MOST_RULES, Action, Rule, Selector, unknown_key
 
 SCHEMA = "remat_kit.policy"
 VERSION = 1
@@ -40,6 +40,8 @@ def from_dict(data: Any) -> tuple[tuple[Rule, ...], Action, bool]:
         raise RematError(f'the policy\'s "remat" is true or false, got {kind(data["remat"])}.')
     if not isinstance(data["rules"], list):
         raise RematError(f'the policy\'s "rules" is a list, got {kind(data["rules"])}.')
+    if len(data["rules"]) > MOST_RULES:
+        raise RematError(f"the policy has {len(data['rules'])} rules, and may have {MOST_RULES}.")
     rules = tuple(_rule(rule, f"rule {i}") for i, rule in enumerate(data["rules"], 1))
     return rules, _action(data["rest"], '"rest"'), data["remat"]
 
@@ -72,7 +74,7 @@ def _rule(data: Any, where: str) -> Rule:
 def _action(value: Any, what: str) -> Action:
     if not isinstance(value, str):
         raise RematError(f"{what} is one of {', '.join(Action)}, got {kind(value)}.")
-    return as_action(value)
+    return Action(value)
 
 
 def _same_keys(data: Mapping[str, Any], expected: set[str], what: str) -> None:

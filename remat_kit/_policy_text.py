@@ -11,10 +11,12 @@ from typing import NamedTuple, NoReturn
 
 from remat_kit._bytes import format_bytes
 from remat_kit._errors import RematError, near_matches
-from remat_kit._rules import FIELDS, Action, Rule, Selector, normalize, unknown_key
+from remat_kit._rules import FIELDS, MOST_RULES, Action, Rule, Selector, normalize, unknown_key, useless
+from remat_kit._units import printable
 
 _WORD = re.compile(r"(?:\\.|[^\\\s;]|\\\Z)+|;", re.DOTALL)
 _CRITERION = re.compile(r"([^=<>]*)(=|<|>)(.*)", re.DOTALL)
+_LONGEST = 2**20  # characters; what a person or a planner writes is far below
 _YES_NO = {"yes": True, "true": True, "no": False, "false": False}
 
 
@@ -33,9 +35,12 @@ def parse(text: str) -> tuple[tuple[Rule, ...], Action | None]:
         RematError: with the text and a mark below the spot that is wrong.
     """
     rules: list[Rule] = []
+    places: list[tuple[int, int]] = []
     rest: Action | None = None
     if not text.strip():
         raise RematError("the policy's text is empty: write a preset's name or a rule such as 'save name=a'.")
+    if len(text) > _LONGEST:
+        raise RematError(f"the policy's text has {len(text)} characters, and may have {_LONGEST}.")
     for start, words in _statements(text):
         if not words:
             _fail(text, start, 1, "an empty rule: remove the ';' or write a rule such as 'save name=a'.")
@@ -58,13 +63,15 @@ def parse(text: str) -> tuple[tuple[Rule, ...], Action | None]:
                 _fail(text, *_span(criteria[1]), "'rest' stands alone: it means all other values.")
             rest = action
             continue
+        if len(rules) == MOST_RULES:
+            _fail(text, *_span(head), f"a policy has at most {MOST_RULES} rules; use globs such as name=a|b.")
         rules.append(Rule(action, _selector(text, criteria)))
-        for earlier in rules[:-1]:
-            if earlier.selector.covers(rules[-1].selector):
-                _fail(
-                    text, head.at, criteria[-1].at + len(criteria[-1].text) - head.at,
-                    f"this rule never applies: '{format_rule(earlier)}' comes before it and the first match wins.",
-                )  # fmt: skip
+        places.append((head.at, criteria[-1].at + len(criteria[-1].text) - head.at))
+    for number, earlier in useless(rules):
+        _fail(
+            text, *places[number],
+            f"this rule never applies: '{format_rule(earlier)}' comes before it and the first match wins.",
+        )  # fmt: skip
     return tuple(rules), rest
 
 
@@ -148,7 +155,18 @@ def _fail(text: str, at: int, length: int, message: str) -> NoReturn:
     end = text.find("\n", at)
     line = text[start : end if end >= 0 else len(text)]
     first = max(0, at - start - 60)  # long texts are shown around the spot only
-    shown = line[first : first + 120]
-    mark = " " * (at - start - first) + "^" * max(1, min(length, len(shown) - (at - start - first)))
+    before, marked, after = (
+        printable(line[i:j])
+        for i, j in (
+            (first, at - start),
+            (at - start, min(at - start + length, first + 120)),
+            (at - start + length, first + 120),
+        )
+    )
+    mark = " " * len(before) + "^" * max(1, len(marked))
     place = f"column {at - start + 1}" + (f" of line {text.count(chr(10), 0, at) + 1}" if "\n" in text else "")
-    raise RematError(f"cannot read the policy at {place}: {message}\n    {shown}\n    {mark}") from None
+    said = message if len(message) <= _MESSAGE else f"{message[:_MESSAGE]} ..."
+    raise RematError(f"cannot read the policy at {place}: {said}\n    {before}{marked}{after}\n    {mark}") from None
+
+
+_MESSAGE = 1000  # it may quote the text

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from remat_kit import _globs, _names
 from remat_kit._errors import RematError, UnknownPolicyError, near_matches
+from remat_kit._html_view import HtmlView
 from remat_kit._policy import Policy, named, policy
 from remat_kit._policy_jax import FACTORIES
 from remat_kit._rules import Action
@@ -248,7 +249,7 @@ _aliases: dict[str, str] = {alias: name for name, _, _, aliases in _BUILT_IN for
 _reserved = frozenset([*_registry, *_aliases, *FACTORIES, *Action, "rest"])
 
 
-class _Presets(Mapping[str, Policy]):
+class Presets(Mapping[str, Policy], HtmlView):
     """The named policies: each is a Policy that also has `name` and `doc`. Aliases are found, but not listed."""
 
     def __getitem__(self, name: str) -> Policy:
@@ -258,7 +259,7 @@ class _Presets(Mapping[str, Policy]):
             raise unknown(name) from None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_registry)
+        return iter(tuple(_registry))  # other threads may register meanwhile
 
     def __len__(self) -> int:
         return len(_registry)
@@ -267,7 +268,7 @@ class _Presets(Mapping[str, Policy]):
         return f"presets({', '.join(_registry)})"
 
 
-presets: Mapping[str, Policy] = _Presets()
+presets = Presets()
 
 
 def register(name: str, policy: Policy | str | Callable, doc: str = "") -> Policy:
@@ -306,12 +307,13 @@ def find(word: str) -> Policy | None:
     Raises:
         UnknownPolicyError: for a single word that no preset is named.
     """
-    if word in presets_and_aliases():
+    known = frozenset(presets_and_aliases())
+    if word in known:
         return presets[word]
     if word and re.fullmatch(r"[^\s;=<>]+", word) and word not in tuple(Action):
         raise unknown(word)
     for part in word.split(";"):
-        if part.strip() in presets_and_aliases() and part.strip() != word:
+        if part.strip() in known and part.strip() != word:
             raise RematError(
                 f"{part.strip()!r} is a preset and cannot stand among rules: combine policies with |, as in "
                 f"policy({part.strip()!r}) | policy('save name=a')."
@@ -353,7 +355,7 @@ def short_text(policy: Policy) -> str:
 
 def preset_table() -> list[tuple[str, str, str]]:
     """Returns ``(name, doc, short text form)`` of each preset, in the order of the documentation."""
-    return [(name, preset.doc, short_text(preset)) for name, preset in _registry.items()]
+    return [(name, preset.doc, short_text(preset)) for name, preset in tuple(_registry.items())]
 
 
 def unmatched_names(policy: Policy, present: Iterable[str]) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+from remat_kit._units import printable
+
 T = TypeVar("T")
 
 
@@ -29,7 +31,7 @@ def track(items: Iterable[T], what: str, asked: bool | None = None) -> Iterator[
     from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),  # policies and blocks bear names of strangers
         Bar(),
         TextColumn("{task.completed}/{task.total}"),
         TimeElapsedColumn(),
@@ -37,7 +39,7 @@ def track(items: Iterable[T], what: str, asked: bool | None = None) -> Iterator[
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(items))
         for item in items:
-            label = "as written" if item is None else str(item)
+            label = "as written" if item is None else printable(str(item))
             progress.update(task, description=f"{what}: {label if len(label) <= 30 else label[:27] + '...'}")
             yield item
             progress.advance(task)
@@ -46,4 +48,4 @@ def track(items: Iterable[T], what: str, asked: bool | None = None) -> Iterator[
 def say(what: str, asked: bool | None = None) -> None:
     """Writes a line of progress on standard error."""
     if _wanted(asked):
-        print(f"{what} ...", file=sys.stderr, flush=True)
+        print(f"{printable(what)} ...", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from remat_kit._loss import Loss, read
 from remat_kit._naming import is_reserved
 from remat_kit._trace import blocks, default, jaxprs, program, tracing
 from remat_kit._trace import residuals as reading
+from remat_kit._trace.holders import Holders
 from remat_kit._trace.linearized import linearize
 from remat_kit._trace.program import Program
 from remat_kit._trace.report import Residuals
@@ -78,8 +80,10 @@ def report(loss: Loss) -> Residuals:
         chosen = [c for c, _ in applied.blocks]
     lin = differentiable(lambda: linearize(jaxpr, list(loss.differentiated), list(loss.outputs)))
 
+    holders = Holders(chosen)
+
     def block_of(chain: tuple[int, ...]) -> str:
-        return default.block_of(chosen, [lin.tagged.origins[t].eqn for t in chain]) if loss.rules is None else ""
+        return holders.path([lin.tagged.origins[t].eqn for t in chain]) if loss.rules is None else ""
 
     local = device_bytes(call)
     avals = [v.aval for v in jaxprs.opened(traced.jaxpr).invars]
@@ -115,6 +119,7 @@ def differentiable(read: Callable[[], T]) -> T:
         raise
     except (ValueError, TypeError, NotImplementedError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        reason = re.sub(r"<(?:\w+\.)*(\w+) object at 0x\w+>", r"\1", reason)
         raise RematError(f"reverse mode cannot differentiate the function: {reason}") from error
 
 

@@ -6,7 +6,7 @@ All criteria of a selector must hold; within one criterion any of its globs may.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -32,6 +32,11 @@ class Action(enum.StrEnum):
     SAVE = "save"
     OFFLOAD = "offload"
     RECOMPUTE = "recompute"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Action:
+        hint = near_matches(value, [a.value for a in cls]) if isinstance(value, str) else ""
+        raise RematError(f"there is no action {value!r:.80}.{hint} The actions are {', '.join(cls)}.")
 
 
 @dataclass(frozen=True)
@@ -154,18 +159,27 @@ class Rule:
     selector: Selector
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "action", as_action(self.action))
+        object.__setattr__(self, "action", Action(self.action))
         if not isinstance(self.selector, Selector):
             raise RematError(f"a rule needs a Selector, got {self.selector!r} of type {type(self.selector).__name__}.")
 
 
-def as_action(action: Any) -> Action:
-    """Returns the action of that name, or raises a RematError that lists them."""
-    try:
-        return Action(action)
-    except ValueError:
-        hint = near_matches(action, [a.value for a in Action]) if isinstance(action, str) else ""
-        raise RematError(f"there is no action {action!r}.{hint} The actions are {', '.join(Action)}.") from None
+MOST_RULES = 1000  # of a policy: what a person or a planner writes is far below; a stranger's file may not be
+_MOST_COMPARED = 2000
+
+
+def useless(rules: Sequence[Rule]) -> Iterator[tuple[int, Rule]]:
+    """Finds rules that never apply: the number of each, and an earlier rule that has all its values.
+
+    Rules with very many globs, as planners make them, are not compared: that would take the square of their number.
+    """
+    globs = sum(len(v) for rule in rules for v in rule.selector.criteria().values() if isinstance(v, tuple))
+    if globs > _MOST_COMPARED:
+        return
+    for number, rule in enumerate(rules):
+        for earlier in rules[:number]:
+            if earlier.selector.covers(rule.selector):
+                yield number, earlier
 
 
 def normalize(key: str, value: Any) -> Any:
@@ -208,9 +222,10 @@ def _dtype_name(dtype: Any) -> Any:
     if isinstance(dtype, str):
         return "|".join(_DTYPES.get(part, part) for part in _globs.split(dtype))
     try:
-        return dtype if dtype is None else np.dtype(dtype).name
+        name = None if dtype is None else np.dtype(dtype).name
     except TypeError:
         return dtype
+    return dtype if name in (None, "object") else name  # NumPy takes any class for one of objects
 
 
 def _tails(globs: tuple[str, ...]) -> tuple[str, ...]:

@@ -97,4 +97,6 @@ def printable(text: str) -> str:
     >>> printable("a\\x1b[31m\\nb")
     'a\\\\x1b[31m\\\\nb'
     """
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

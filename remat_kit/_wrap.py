@@ -129,6 +129,7 @@ def _wrap(
             _adapters.refuse_modules(name_of(fun), (args, kwargs))
             flags = _cse_flags(prevent_cse, static.positions(fun, args, kwargs), bool(kwargs))
             sealed = seal(static.seal(fun, args, kwargs))
+            _check_prefix(flags, sealed if kwargs else sealed[0], prevent_cse)
             out = _run(fun, wanted, flags, prevent_cse, *sealed)
             result = unseal(out)
             for s in statics((sealed, out)):
@@ -151,6 +152,19 @@ def _cse_flags(prevent_cse: Any, static: frozenset[int], keywords: bool) -> Any:
     for i in sorted(static):
         flags.insert(i, True)
     return tuple(flags)
+
+
+def _check_prefix(flags: Any, args: Any, asked: Any) -> None:
+    """Refuses bools for single arguments that the arguments of a call do not match."""
+    if isinstance(flags, bool):
+        return
+    try:
+        jax.tree.broadcast(flags, args)
+    except ValueError:
+        raise RematError(
+            f"prevent_cse={asked!r} does not fit the call: give one bool for all, or one for each argument that is "
+            "not static (a pair of those and a dict of keywords, where there are keywords)."
+        ) from None
 
 
 def _run(fun: Any, wanted: Wanted, flags: Any, asked_flags: Any, args: Any, kwargs: Any) -> Any:

@@ -26,6 +26,24 @@ def assert_same_gradients(a, b, *args, rtol=2e-5, atol=1e-6):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), ga, gb)
 
 
+def assert_same(a, b, rtol=2e-4, atol=1e-5):
+    """Two pytrees of one structure have equal numbers, up to rounding."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol)
+
+
+def state_of(model):
+    """The state of an NNX module as a tree of numbers."""
+    from flax import nnx
+
+    def plain(leaf):
+        is_key = isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(leaf) if is_key else leaf
+
+    return jax.tree.map(plain, nnx.to_pure_dict(nnx.state(model)))
+
+
 def held(fn, *args):
     """Bytes that the backward pass of a function holds, its arguments included. Nothing is computed."""
     pull = jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args)

@@ -179,7 +179,7 @@ LEAVES: dict[str, Callable[[Pool, Step], Any]] = {
     "ravel": unary(jnp.ravel),
     "pad": unary(lambda x: jnp.pad(x, [(1, 0)] * x.ndim), least=1),
     "flip": unary(lambda x: x[::-1], least=1),
-    "grow": unary(lambda x: jnp.broadcast_to(x, (2, *x.shape)) if x.ndim < 3 else x[0]),
+    "grow": unary(lambda x: jnp.broadcast_to(x, (2, *x.shape)) if x.ndim < 3 else jnp.sum(x, 0)),
     "split": unary(lambda x: list(jnp.split(x, [1], 0)), empty=False, least=1),
     "fft": unary(lambda x: jnp.real(jnp.fft.fft(x.astype(jnp.float32))), empty=False, least=1),
     "bfloat16": unary(lambda x: x.astype(jnp.bfloat16)),
@@ -319,6 +319,72 @@ def while_loop(pool: Pool, s: Step) -> list[Any]:
     return list(lax.while_loop(lambda carry: (carry[0] < 2) & (jnp.sum(carry[1]) < 1e3), body, (jnp.int32(0), x)))
 
 
+# How a loop of the toolkit is run; "each" is a policy for each step.
+LOOPS: tuple[dict[str, Any], ...] = (
+    {},
+    {"policy": "dots"},
+    {"policy": "none", "block": "turn"},
+    {"policy": "each"},
+    {"segments": "sqrt"},
+    {"segments": 2, "policy": "none"},
+    {"segments": 3, "policy": "save op=tanh|mul"},
+    {"policy": "full", "prevent_cse": True},
+)
+BINOMIAL: tuple[dict[str, Any], ...] = (
+    {},
+    {"checkpoints": 1},
+    {"checkpoints": 2, "policy": "dots"},
+    {"policy": "full"},
+)
+
+
+def toolkit_scan(pool: Pool, s: Step, **options: Any) -> list[Any]:
+    init, xs = pool.float(s.pick[0]), pool.float(s.pick[1], 1)
+    captured = pool.values[:2] if s.pick[0] % 2 else []
+
+    def body(carry: Any, x: Any) -> Any:
+        c, i = carry
+        inner = run(s.body, [*captured, i, x, c])
+        return (like(c, inner.float(0)), i + 1), (inner.float(0), inner.any(1))
+
+    if options.get("policy") == "each":
+        options["policy"] = [("full", "none", "dots")[(i + s.pick[1]) % 3] for i in range(xs.shape[0])]
+    unroll = 2 if s.pick[1] % 4 == 3 else 1
+    (c, i), ys = rk.scan(body, (init, jnp.int32(0)), xs, reverse=s.pick[1] % 2 == 1, unroll=unroll, **options)
+    return [i, *ys, c]
+
+
+def scan_in_parts(pool: Pool, s: Step) -> list[Any]:
+    return toolkit_scan(pool, s, **LOOPS[s.pick[2] % len(LOOPS)])
+
+
+def scan_binomial(pool: Pool, s: Step) -> list[Any]:
+    return toolkit_scan(pool, s, segments="binomial", **BINOMIAL[s.pick[2] % len(BINOMIAL)])
+
+
+def toolkit_while(pool: Pool, s: Step) -> list[Any]:
+    """A loop of unknown length that is differentiated."""
+    captured = pool.values[:2] if s.pick[1] % 2 else []
+
+    def body(carry: Any) -> Any:
+        i, c = carry
+        return i + 1, like(c, run(s.body, [*captured, i, c]).float(0))
+
+    def going(carry: Any) -> Any:
+        return (carry[0] < 3) & (jnp.sum(carry[1]) < 1e3)
+
+    init = (jnp.int32(0), pool.float(s.pick[0]))
+    return list(rk.while_loop(going, body, init, max_steps=s.pick[2] % 5, checkpoints=(None, 1, 2)[s.pick[1] % 3]))
+
+
+def sequential(pool: Pool, s: Step) -> list[Any]:
+    x, captured = pool.float(s.pick[0]), pool.values[:2] if s.pick[1] % 2 else []
+    parts = [s.body, s.body[:1], s.body]
+    fns = [lambda x, part=part: run(part, [*captured, x]).float(0) for part in parts]
+    segments = ("sqrt", 2, "auto", [1, 1, 1], 3)[s.pick[2] % 5]
+    return [rk.sequential(fns, x, segments=segments, policy=(None, "dots", "none")[s.pick[1] % 3])]
+
+
 def cond(pool: Pool, s: Step) -> list[Any]:
     x, y = pool.float(s.pick[0]), pool.any(s.pick[1])
     captured = pool.values[:2] if s.pick[2] % 2 else []
@@ -372,8 +438,14 @@ def without(steps: Sequence[Step], *ops: str) -> tuple[Step, ...]:
     return tuple(Step(s.op, s.pick, without(s.body, *ops)) for s in steps if s.op not in ops)
 
 
+TOOLKIT_LOOPS = ("scan_in_parts", "scan_binomial", "toolkit_while", "sequential")
+# Steps without forward mode, and those whose gradient has no reverse mode again.
+NO_FORWARD = ("custom_vjp", "scan_binomial", "toolkit_while")
+ONCE = ("scan_binomial", "toolkit_while")
+
+
 def custom_jvp(pool: Pool, s: Step) -> list[Any]:
-    x, body = pool.float(s.pick[0]), without(s.body, "custom_vjp")  # which has no forward mode
+    x, body = pool.float(s.pick[0]), without(s.body, *NO_FORWARD)
 
     @jax.custom_jvp
     def fun(x: Any) -> Any:
@@ -390,7 +462,7 @@ def custom_jvp(pool: Pool, s: Step) -> list[Any]:
 def mapped(pool: Pool, s: Step) -> list[Any]:
     x = pool.float(s.pick[0], 1, empty=False)
     y = pool.float(s.pick[1])
-    body = without(s.body, "name", "name_any", "custom_vjp", "remat") if OLD_REMAT3 else s.body
+    body = without(s.body, "name", "name_any", "custom_vjp", "remat", *TOOLKIT_LOOPS) if OLD_REMAT3 else s.body
     return list(jax.vmap(lambda x: returned(run(body, [y, x]), s.pick[2] % 3))(x))
 
 
@@ -398,13 +470,13 @@ def inner_grad(pool: Pool, s: Step) -> list[Any]:
     y = pool.any(s.pick[1])
 
     def scalar(x: Any) -> Any:
-        return jnp.sum(run(s.body, [y, x]).float(0).astype(jnp.float32))
+        return jnp.sum(run(without(s.body, *ONCE), [y, x]).float(0).astype(jnp.float32))
 
     return [jax.grad(scalar)(pool.float(s.pick[0]))]
 
 
 def inner_jvp(pool: Pool, s: Step) -> list[Any]:
-    x, y, body = pool.float(s.pick[0]), pool.any(s.pick[1]), without(s.body, "custom_vjp")
+    x, y, body = pool.float(s.pick[0]), pool.any(s.pick[1]), without(s.body, *NO_FORWARD)
     return list(jax.jvp(lambda x: run(body, [y, x]).float(0), (x,), (jnp.ones_like(x),)))
 
 
@@ -432,6 +504,10 @@ NESTED: dict[str, Callable[[Pool, Step], list[Any]]] = {
     "scan": scan,
     "fori": fori,
     "while": while_loop,
+    "scan_in_parts": scan_in_parts,
+    "scan_binomial": scan_binomial,
+    "toolkit_while": toolkit_while,
+    "sequential": sequential,
     "cond": cond,
     "custom_vjp": custom_vjp,
     "custom_jvp": custom_jvp,
@@ -474,11 +550,19 @@ class Program:
         return params, x, jnp.array([1, 0], jnp.int32), jax.random.key(7)
 
 
-def programs(depth: int = 2, longest: int = 5) -> st.SearchStrategy[Program]:
-    """Programs whose steps nest up to `depth`."""
+LOOP_OPS = ("scan", "fori", "while", "layers", *TOOLKIT_LOOPS)
+
+
+def programs(depth: int = 2, longest: int = 5, loop: bool = False) -> st.SearchStrategy[Program]:
+    """Programs whose steps nest up to `depth`; with `loop`, one of the outermost steps is a loop."""
+    steps = _steps(depth, longest)
+    if loop:
+        pick, body = st.tuples(*[st.integers(0, 7)] * 3), _steps(max(depth - 1, 0), max(1, longest - 2))
+        one = st.builds(Step, st.sampled_from(LOOP_OPS), pick, body)
+        steps = st.builds(lambda before, loop, after: (*before, loop, *after), steps, one, steps)
     return st.builds(
         Program,
-        steps=_steps(depth, longest),
+        steps=steps,
         outputs=st.lists(st.integers(0, 4), min_size=1, max_size=2).map(tuple),
         aux=st.booleans(),
     )

@@ -154,7 +154,7 @@ def test_recomputed_buffers_are_marked():
 ARRAY = 4 * 16 * 128  # bytes of f32[16,128]
 
 
-def timeline(body: str, head: str = "", before: str = "") -> live.Timeline:
+def timeline(body: str, head: str = "", before: str = "") -> live.Memory:
     """The timeline of an entry computation of one argument `%x`; every array is f32[16,128]."""
     text = f"HloModule m, is_scheduled=true{head}\n\n{before}\nENTRY %main (x: f32[16,128]) -> f32[16,128] {{\n"
     text += f"  %x = A parameter(0)\n{body}\n}}\n"
@@ -163,7 +163,7 @@ def timeline(body: str, head: str = "", before: str = "") -> live.Timeline:
     )
 
 
-def arrays(t: live.Timeline) -> list[float]:
+def arrays(t: live.Memory) -> list[float]:
     """Live arrays at each instruction."""
     return [p.bytes / ARRAY for p in t.points]
 

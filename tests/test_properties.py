@@ -5,37 +5,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import re
 import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
-from programs import OLD_REMAT3, POLICIES, Program, is_float, policies, programs
+from programs import OLD_REMAT3, POLICIES, Program, policies, programs
+from sameness import OLD_FAULTS, WAYS, applied, check_same, gradient, made_for, possibly_refused, same
 from truth import Held, held
 
 import remat_kit as rk
 
-# What is refused by design: names that the program does not have or JAX ignores, gradients taken inside, paths where a
-# function is seen alone, and a block that lies in another one.
-REFUSED = "|".join(
-    [
-        "no value of the program is named",
-        "jax_remat3 ignores names",
-        "contains its own gradient",
-        "selects by module path",
-        "decides nothing",
-    ]
-)
-# What plain `jax.checkpoint` fails with under JAX 0.10.2's newer implementation of remat, all to do with auxiliary
-# results: a scan that stacks a value nobody differentiates, a custom_vjp with constants in a while loop.
-OLD_FAULTS = ("Expected cotangent type", "differentiation of a custom_vjp function with respect to a closed-over value")
 KEYS = ("block", "name", "op", "path", "source", "dtype", "action")
 
 
@@ -121,29 +105,6 @@ def abstract(args):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
 
 
-@contextlib.contextmanager
-def possibly_refused():
-    """Ends a test quietly where a policy is refused by design."""
-    try:
-        yield
-    except rk.RematError as e:
-        if not re.search(REFUSED, str(e)):
-            raise
-
-
-def applied(program: Program, policy):
-    """The function with a policy applied, or None where the policy names what the program does not have."""
-    fn, args = program.fn, program.args()
-    try:
-        rk.residuals(fn, *args, policy=policy, has_aux=program.aux)
-    except rk.RematError as e:
-        assert re.search(REFUSED, str(e)), e
-        with pytest.raises(rk.RematError, match=REFUSED):
-            jax.eval_shape(rk.apply(fn, policy), *args)
-        return None
-    return rk.apply(fn, policy)
-
-
 @search(25, program=programs())
 def test_report_as_written(program):
     fn, args = program.fn, program.args()
@@ -212,71 +173,25 @@ def test_jax_policies_go_to_jax(program, number):
 # Values and gradients -------------------------------------------------------------------------------
 
 
-def same(a, b) -> None:
-    """Two results agree leaf by leaf, as far as the rounding of their types allows."""
-    xs, ys = jax.tree.leaves(a), jax.tree.leaves(b)
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(xs, ys, strict=True):
-        x, y = jnp.asarray(x), jnp.asarray(y)
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        if not is_float(x):
-            bits = jax.random.key_data if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.asarray
-            np.testing.assert_array_equal(bits(x), bits(y))
-            continue
-        rounding = 3e-2 if x.dtype == jnp.bfloat16 else 1e-3
-        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
-        if np.all(np.isfinite(x)):
-            largest = max(1.0, float(np.max(np.abs(x), initial=0)))
-            np.testing.assert_allclose(x, y, rtol=rounding, atol=rounding * largest)
-
-
-def gradient(program: Program, fn):
-    return jax.value_and_grad(fn, has_aux=program.aux)
-
-
-def check_same(program: Program, new, way: str) -> None:
-    fn, args = program.fn, program.args()
-    if way == "eager":
-        same(fn(*args), new(*args))
-        same(gradient(program, fn)(*args), gradient(program, new)(*args))
-    elif way == "jit":
-        same(jax.jit(gradient(program, fn))(*args), jax.jit(gradient(program, new))(*args))
-    elif way == "vmap":
-        batch = (args[0], jnp.stack([args[1], 0.5 * args[1]]), *args[2:])
-        each = (None, 0, None, None)
-
-        def results(f):
-            return jax.vmap(gradient(program, f), each)
-
-        same(results(fn)(*batch), results(new)(*batch))
-    else:
-
-        def twice(f):
-            first = lambda p, *xs: jax.tree.leaves(f(p, *xs))[0]  # noqa: E731
-            return jax.grad(lambda p, *xs: sum(jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(jax.grad(first)(p, *xs))))
-
-        same(twice(fn)(*args), twice(new)(*args))
-
-
-WAYS = st.sampled_from(["eager", "jit", "jit", "twice"] + ([] if OLD_REMAT3 else ["vmap"]))
-
-
-@search(25, program=programs(), policy=policies(offload=False), way=WAYS)
+@search(25, program=programs(), policy=policies(offload=False), way=st.sampled_from(WAYS))
 def test_apply_changes_nothing(program, policy, way):
+    program = made_for(program, way)
     new = applied(program, policy)
     if new is not None:
         check_same(program, new, way)
 
 
-@search(15, program=programs(), policy=policies(offload=False), choices=CHOICES, way=WAYS)
+@search(15, program=programs(), policy=policies(offload=False), choices=CHOICES, way=st.sampled_from(WAYS))
 def test_apply_by_block_changes_nothing(program, policy, choices, way):
+    program = made_for(program, way)
     new = applied(program, blocks_of(program, policy, choices))
     if new is not None:
         check_same(program, new, way)
 
 
-@search(15, program=programs(), policy=policies(offload=False), way=WAYS)
+@search(15, program=programs(), policy=policies(offload=False), way=st.sampled_from(WAYS))
 def test_remat_changes_nothing(program, policy, way):
+    program = made_for(program, way)
     with possibly_refused():
         check_same(program, rk.remat(program.fn, policy=policy), way)
 

@@ -8,11 +8,13 @@ from typing import Any
 
 from remat_kit._errors import RematError
 from remat_kit._frames import data_frame
+from remat_kit._html_view import HtmlView
 from remat_kit._plan.calibrate import Trial
 from remat_kit._plan.plan import Plan
 from remat_kit._plan.planner import Session, count_of
 from remat_kit._progress import track
 from remat_kit._target.budget import budget_bytes
+from remat_kit._target.comparison import Comparison
 from remat_kit._target.compile import TIMEOUT
 from remat_kit._target.measurement import Measurement
 from remat_kit._target.target import Target
@@ -21,7 +23,7 @@ SCHEMA = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Frontier:
+class Frontier(HtmlView):
     """Plans by their peak, smallest first: each takes more memory than the one before it, and costs less.
 
     Attributes:
@@ -87,6 +89,25 @@ class Frontier:
           RematError: when pandas is not installed.
         """
         return data_frame(self.rows())
+
+    def plot(self, ax: Any = None, *, presets: Comparison | None = None, budget: int | str | None = None) -> Any:
+        """Draws the plans as a line, with presets beside them: peak memory against recomputation. Needs matplotlib.
+
+        Args:
+          ax: a matplotlib Axes to draw into; new ones by default.
+          presets: of `compare`, drawn at their compiled peaks and at the cost that the plans' model has for them. By
+            default the peaks are the model's, too.
+          budget: in bytes, to draw beside the target's memory.
+
+        Returns:
+          The Axes.
+
+        Raises:
+          RematError: for policies that the model does not know, or when matplotlib is not installed.
+        """
+        from remat_kit._show.plots import frontier
+
+        return frontier.draw(self, ax, presets, budget_bytes(budget, None))
 
     def print(self, console: Any = None) -> None:
         """Prints the table to a rich console (standard output by default)."""

@@ -169,7 +169,8 @@ def max_batch(
 
 def _made(make: Callable[[int], Any], n: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     made = make(n)
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[1], tuple):
+    fits = isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[1], tuple)
+    if not fits or (len(made) == 3 and not (isinstance(made[2], Mapping) and all(isinstance(k, str) for k in made[2]))):
         raise RematError(f"make({n}) must return (fun, args) or (fun, args, kwargs), args a tuple; got {made!r:.120}")
     return made[0], made[1], dict(made[2]) if len(made) == 3 else {}
 

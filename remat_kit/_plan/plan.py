@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from remat_kit._apply import BlockForm, Planned
-from remat_kit._errors import RematError
+from remat_kit._errors import RematError, UnknownBlockError, near_matches
 from remat_kit._globs import literal
+from remat_kit._html_view import HtmlView
 from remat_kit._names import MAXTEXT_NAMES
 from remat_kit._policy import Policy
+from remat_kit._units import printable
 
 SCHEMA = "remat_kit.plan"
 VERSION = 1
@@ -154,7 +156,7 @@ class Rival:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Plan(Planned):
+class Plan(Planned, HtmlView):
     """For each block of a program what is saved, offloaded and recomputed, to keep within a budget of memory.
 
     `remat_kit.apply`, `measure`, `compare` and `residuals` take it as a policy.
@@ -199,12 +201,16 @@ class Plan(Planned):
         """The policy of a block, by its path.
 
         Raises:
-          KeyError: for a block that the plan does not have.
+          UnknownBlockError: a RematError and KeyError, for a block that the plan does not have.
         """
         for b in self.blocks:
             if b.path == block:
                 return b.policy
-        raise KeyError(block)
+        paths = [b.path for b in self.blocks]
+        raise UnknownBlockError(
+            f"the plan has no block {block!r:.100}. Its blocks: {printable(', '.join(paths)[:600]) or 'none'}."
+            + (near_matches(block, paths) if isinstance(block, str) else "")
+        )
 
     @property
     def cost(self) -> float:
@@ -298,6 +304,22 @@ class Plan(Planned):
         from remat_kit._show.plan import explain
 
         return explain(self)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draws for each block how many bytes are saved, offloaded and recomputed. Needs matplotlib.
+
+        Args:
+          ax: a matplotlib Axes to draw into; new ones by default.
+
+        Returns:
+          The Axes.
+
+        Raises:
+          RematError: when matplotlib is not installed.
+        """
+        from remat_kit._show.plots import plan
+
+        return plan.draw(self, ax)
 
     def print(self, console: Any = None) -> None:
         """Prints the plan to a rich console (standard output by default)."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from remat_kit import _adapters, _limits, _loss, _reports
 from remat_kit._errors import RematError, RematWarning
+from remat_kit._options import check_flags
 from remat_kit._plan import calibrate, describe
 from remat_kit._plan.calibrate import Line, Trial
 from remat_kit._plan.names import NamesProblem
@@ -18,7 +18,8 @@ from remat_kit._plan.rates import Rates
 from remat_kit._plan.stages import stages
 from remat_kit._policy import Policy
 from remat_kit._progress import say
-from remat_kit._rules import Action, as_action
+from remat_kit._quiet import quiet
+from remat_kit._rules import Action
 from remat_kit._target.budget import budget_bytes
 from remat_kit._target.compile import TIMEOUT
 from remat_kit._target.figures import measured
@@ -126,6 +127,7 @@ class Session:
         progress: bool | None = None,
     ) -> Session:
         """Traces the loss and opens its blocks."""
+        check_flags(names_only=names_only)
         if minimize not in ("time", "flops"):
             raise RematError(f"minimize is 'time' or 'flops', got {minimize!r}.")
         if not isinstance(split, bool) and not (isinstance(split, float) and 0 <= split < 1):
@@ -175,8 +177,7 @@ class Session:
         def compiled(made: Plan) -> Measurement:
             assert setting is not None
             say(f"compiling for {setting.target}: predicted {format_bytes(made.predicted.corrected_bytes)}", progress)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RematWarning)
+            with quiet(RematWarning):
                 return measured(setting.step(fun, args, kwargs, made), setting)
 
         return cls(problem, info, compiled)
@@ -289,7 +290,7 @@ class _Info:
 def _actions(actions: Sequence[str]) -> set[Action]:
     if isinstance(actions, str) or not isinstance(actions, (Sequence, set, frozenset)):
         raise RematError(f"actions are several of {', '.join(Action)}, got {actions!r:.80}.")
-    return {as_action(a) for a in actions} | {Action.RECOMPUTE}
+    return {Action(a) for a in actions} | {Action.RECOMPUTE}
 
 
 def _refuses_offload(block: Any) -> bool:

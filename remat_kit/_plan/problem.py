@@ -144,14 +144,13 @@ class Problem:
     def by_facts(self, keeps: Callable[[ValueFacts], str | None], planned: Callable[[Stage], bool]) -> Selection:
         """The selection of a policy, asked about each value; stages that are not planned have no remat."""
 
-        def choice(stage: Stage, graph: Graph) -> Point | None:
-            if not planned(stage):
-                return None
+        @functools.cache  # equal blocks share a graph
+        def point(graph: Graph) -> Point:
             actions = {c.label: keeps(c.facts) for c in graph.choices}
             saved = [k for k, a in actions.items() if a == "save"]
             return choose(graph, saved, [k for k, a in actions.items() if a == "offload"])
 
-        return self.evaluate(choice)
+        return self.evaluate(lambda stage, graph: point(graph) if planned(stage) else None)
 
     # What the solver chooses ------------------------------------------------------------------------
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
+import stat
 import sys
 import types
 import typing
@@ -50,6 +52,7 @@ def from_dict(data: Any, *, strict: bool = True) -> Plan:
 
 def write(plan: Plan, path: Any) -> None:
     """Writes a plan to a file."""
+    _check_path(path)
     text = json.dumps(to_dict(plan), indent=1)
     try:
         with open(path, "w", encoding="utf-8") as file:
@@ -58,11 +61,17 @@ def write(plan: Plan, path: Any) -> None:
         raise RematError(f"cannot write the plan to {path!r:.200}: {error}") from None
 
 
+def _check_path(path: Any) -> None:
+    if not isinstance(path, (str, os.PathLike)):  # a number would be a file that is open already
+        raise RematError(f"a plan is kept in a file, named by a path; got {path!r:.200}")
+
+
 def read(path: Any, *, strict: bool = True) -> Plan:
     """Reads a plan from a file."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise RematError(f"a plan is read from a path, got {path!r:.200}")
+    _check_path(path)
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe could keep us waiting, a device never ends
+            raise RematError(f"cannot read a plan from {path!r:.200}: it is no regular file.")
         with open(path, encoding="utf-8") as file:
             text = file.read(_MOST + 1)
     except (OSError, ValueError) as error:
@@ -82,11 +91,14 @@ def _plain(x: Any) -> Any:
     return x
 
 
+_hints = functools.cache(typing.get_type_hints)
+
+
 def _record(kind: type, data: Any, what: str) -> Any:
     """Reads a dataclass by the types of its fields."""
     if not isinstance(data, Mapping):
         raise RematError(f"{what} is an object, got {shown(data)}.")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     names = [f.name for f in dataclasses.fields(kind)]
     missing, unknown = [n for n in names if n not in data], [str(k)[:80] for k in data if k not in names]
     if missing or unknown:

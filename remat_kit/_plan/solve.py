@@ -18,13 +18,13 @@ is only needed between corners of the frontier.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from typing import Any
 
 import numpy as np
 
 from remat_kit._plan.graph import Graph
 from remat_kit._plan.point import Point, trimmed
+from remat_kit._quiet import quiet
 
 
 class Solver:
@@ -144,8 +144,7 @@ class Solver:
     def _milp(self, objective: np.ndarray, limits: list[Any]) -> Any:
         from scipy.optimize import Bounds, milp
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet(Warning):
             return milp(
                 objective,
                 integrality=np.ones(self.size),  # faster than with the recomputations left continuous

@@ -80,7 +80,7 @@ def fit(
     left = width + GAP
     for group in (_FIRST, _SECOND):
         columns = [dataclasses.replace(c, title=(titles or {}).get(c.key, c.title)) for c in group]
-        natural = {c.key: _natural(c, cells) for c in columns if _says_something(c.key, cells)}
+        natural = {c.key: _natural(c, cells) for c in columns if says_something(c.key, cells)}
         for column in columns:
             if column.key not in natural:
                 continue
@@ -104,7 +104,8 @@ def _natural(column: Column, cells: Sequence[Mapping[str, str]]) -> int:
     return max(cell_len(column.title), *(cell_len(row.get(column.key, "")) for row in cells))
 
 
-def _says_something(key: str, cells: Sequence[Mapping[str, str]]) -> bool:
+def says_something(key: str, cells: Sequence[Mapping[str, str]]) -> bool:
+    """Whether a column is worth its room: it is not empty, and does not say the same as another one."""
     if key == "bar":
         return any(row.get("share", "") for row in cells)
     if key == "op":

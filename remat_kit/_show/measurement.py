@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console
 
-from remat_kit._show.tables import captured, figure_table, line, pairs, table
+from remat_kit._show.draw import draw, to_str
+from remat_kit._show.parts import GAP, Figures, Pairs, Part, line, table
 from remat_kit._target.measurement import Held, Measurement
 from remat_kit._units import format_bytes, format_flops, format_seconds, printable
 
 _SHOWN = 10
 
 
-def print_measurement(m: Measurement, console: Console | None = None, *, top: int = _SHOWN) -> None:
-    """Prints a measurement: memory, cost, what is live at the peak, notes.
+def view(m: Measurement, top: int = _SHOWN) -> Iterator[Part]:
+    """A measurement: memory, cost, what is live at the peak, notes.
 
     Args:
       top: how many of the largest buffers to show.
     """
-    console = console or Console()
-    pairs(console, "Measurement", _head(m))
-    figure_table(console, _memory(m))
-    line(console)
-    figure_table(console, _cost(m))
+    yield Pairs("Measurement", tuple(_head(m)))
+    yield from (Figures(tuple(_memory(m))), GAP, Figures(tuple(_cost(m))))
     if m.held:
-        line(console)
-        line(console, "Largest buffers at the peak (compiled)", style="bold")
-        _print_held(console, m.held, top)
+        yield from (GAP, line("Largest buffers at the peak (compiled)", "bold"))
+        yield from _held(m.held, top)
     if m.effect is not None:
-        line(console)
-        line(console, f"Against {printable(m.effect.against)}", style="bold")
-        figure_table(console, _effect(m))
+        yield from (GAP, line(f"Against {printable(m.effect.against)}", "bold"), Figures(tuple(_effect(m))))
         for finding in m.effect.findings:
-            line(console, printable(finding), style="yellow")
+            yield line(printable(finding), "yellow")
     for note in (*m.differences, *m.notes):
-        line(console, f"note: {printable(note)}", style="yellow")
+        yield line(f"note: {printable(note)}", "yellow")
+
+
+def print_measurement(m: Measurement, console: Console | None = None, *, top: int = _SHOWN) -> None:
+    """Prints a measurement, with the `top` largest buffers at the peak."""
+    draw(view(m, top), console)
 
 
 def measurement_to_str(m: Measurement) -> str:
     """Returns what `print_measurement` prints, without colours."""
-    return captured(lambda console: print_measurement(m, console))
+    return to_str(view(m))
 
 
 def fits_text(fits: bool | None) -> str:
@@ -126,7 +126,7 @@ def _change(n: int) -> str:
     return ("+" if n >= 0 else "-") + format_bytes(abs(n))
 
 
-def _print_held(console: Console, held: tuple[Held, ...], top: int) -> None:
+def _held(held: tuple[Held, ...], top: int) -> Iterator[Part]:
     columns = ["bytes", "what", "where", "phase", "shape", "source"]
     rows = []
     for h in held[:top]:
@@ -142,7 +142,7 @@ def _print_held(console: Console, held: tuple[Held, ...], top: int) -> None:
                 printable(h.source.rsplit("/", 1)[-1]),
             ]
         )
-    table(console, columns, rows, right=(0,), whole=(3, 4, 5))
+    yield table(columns, rows, right=(0,), whole=(3, 4, 5))
     rest = held[top:]
     if rest:
-        line(console, f"... and {len(rest)} more ({format_bytes(sum(h.bytes for h in rest))})", style="dim")
+        yield line(f"... and {len(rest)} more ({format_bytes(sum(h.bytes for h in rest))})", "dim")

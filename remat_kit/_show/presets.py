@@ -1,15 +1,24 @@
-"""The table of presets, as text for a terminal."""
+"""The table of presets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from remat_kit._presets import Presets, preset_table
 from remat_kit._show.layout import shorten
+from remat_kit._show.parts import Part, line, table
 from remat_kit._units import printable
+
+
+def view(presets: Presets) -> Iterator[Part]:
+    """Name, doc and text form of each preset."""
+    yield line("Policies by name", "bold")
+    rows = [[printable(name), printable(doc), printable(form)] for name, doc, form in preset_table()]
+    yield table(["name", "what it keeps and costs", "policy"], rows, whole=(0,))
 
 
 def print_presets(presets: Sequence[Mapping[str, str]], console: Console, *, whole: bool = False) -> None:

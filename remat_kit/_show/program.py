@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import io
+from collections.abc import Iterator
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from remat_kit._show.draw import draw, to_str
+from remat_kit._show.parts import Part, line, table
 from remat_kit._trace.program import Program
 from remat_kit._units import format_bytes, format_flops, printable
 
-_WIDTH = 100
+_DEPTH = 3
 
 
-def print_program(program: Program, console: Console | None = None, *, depth: int = 3) -> None:
-    """Prints the blocks of a program, nested ones indented under those around them.
+def view(program: Program, depth: int = _DEPTH) -> Iterator[Part]:
+    """The blocks of a program, nested ones indented under those around them.
 
     Args:
       depth: how many levels of blocks to show.
     """
-    console = console or Console()
     approximately = "" if program.exact else " at least: the trip count of a while loop is not known"
-    console.print(Text("Program", style="bold"))
-    console.print(Text(f"{format_flops(program.flops)}{approximately}, {len(program.values)} values (predicted)\n"))
-    table = Table(box=box.ASCII2 if console.options.ascii_only else box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for title in ("block", "kind"):
-        table.add_column(title, overflow="fold")
-    for title in ("runs", "FLOPs", "values", "inputs"):
-        table.add_column(title, justify="right", no_wrap=True)
+    yield line("Program", "bold")
+    yield line(f"{format_flops(program.flops)}{approximately}, {len(program.values)} values (predicted)\n")
+    rows = []
     levels: dict[str, int] = {}
     for b in program.blocks:
         levels[b.path] = level = levels.get(b.parent, -1) + 1 if b.parent != b.path else levels.get(b.path, 0)
@@ -37,14 +31,17 @@ def print_program(program: Program, console: Console | None = None, *, depth: in
             continue
         name = "  " * level + printable(b.path) + (" *" if b.default else "")
         figures = (str(b.runs), format_flops(b.flops), format_bytes(b.bytes), format_bytes(b.input_bytes))
-        table.add_row(*map(Text, (name, b.kind, *figures)))
+        rows.append((name, b.kind, *figures))
     if program.blocks:
-        console.print(table)
-        console.print(Text("* taken where no block is named; inputs: what remat keeps of one run at the least"))
+        yield table(["block", "kind", "runs", "FLOPs", "values", "inputs"], rows, right=range(2, 6))
+        yield line("* taken where no block is named; inputs: what remat keeps of one run at the least")
+
+
+def print_program(program: Program, console: Console | None = None, *, depth: int = _DEPTH) -> None:
+    """Prints the blocks of a program, `depth` levels of them."""
+    draw(view(program, depth), console)
 
 
 def program_to_str(program: Program) -> str:
     """Returns what `print_program` prints, without colours."""
-    out = io.StringIO()
-    print_program(program, Console(file=out, width=_WIDTH, color_system=None, force_terminal=False))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    return to_str(view(program))

@@ -19,6 +19,7 @@ from remat_kit._units import (
 )
 
 _LONGEST_POLICY = 200
+ACTIONS = {Kind.SAVED: "saved", Kind.OFFLOADED: "host"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ def _row(group: Group, whole: int) -> Row:
             "shape": printable(format_shape(e.dtype, e.shape)),
             "where": printable(where) + times,
             "trips": f"x{e.trips}" if e.trips > 1 else "",
-            "action": {Kind.SAVED: "saved", Kind.OFFLOADED: "host"}.get(e.action, ""),
+            "action": ACTIONS.get(e.action, ""),
             "alias": printable(e.alias_of),
             "needed": printable(", ".join(e.needed_by)),
             "flops": format_flops(flops),

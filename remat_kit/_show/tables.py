@@ -6,13 +6,27 @@ import io
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from remat_kit._errors import RematError
+
 PLAIN_WIDTH = 100
+
+
+def console_of(console: Any) -> Console:
+    """The console to print to: the one given, or standard output.
+
+    Raises:
+      RematError: for what is no console, such as a number of rows.
+    """
+    if console is not None and not isinstance(console, Console):
+        raise RematError(f"console= is a rich.console.Console, got {console!r:.80}. Other options go by keyword.")
+    return console or Console()
 
 
 def line(console: Console, text: str = "", style: str = "") -> None:

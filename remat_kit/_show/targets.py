@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from remat_kit._show.tables import line, table
+from remat_kit._show.tables import console_of, line, table
 from remat_kit._target.target import TargetInfo
 from remat_kit._units import format_bytes
 
 
 def print_targets(targets: Sequence[TargetInfo], console: Console | None = None) -> None:
     """Prints one line for each target: its name, memory, and what to install for it."""
-    console = console or Console()
+    console = console_of(console)
     rows = [
         [t.spec, t.title, "-" if t.memory_bytes is None else format_bytes(t.memory_bytes), t.missing or "ready"]
         for t in targets

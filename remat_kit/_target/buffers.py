@@ -88,11 +88,13 @@ class Program:
 
     Attributes:
       steps: the instructions in the order in which they run: names, and the computation (empty for the entry).
+      loops: each loop, the computation it stands in, and its steps from the first up to its own.
     """
 
     def __init__(self, module: Module) -> None:
         self.module = module
         self.steps: list[tuple[str, str]] = []
+        self.loops: list[tuple[Instruction, Computation, int, int]] = []
         self.most = 1000 + 64 * sum(len(c.instructions) for c in module.computations.values())
         self.groups: dict[Value, _Group] = {}
         self.reuses: list[tuple[Value, list[Value]]] = []
@@ -144,7 +146,9 @@ class Program:
     def _instruction(self, computation: Computation, i: Instruction, operands: list[Tree], where: str) -> Tree:
         result: Tree = {}
         if i.opcode == "while":
+            first = len(self.steps)
             result = self._while(i, operands)
+            self.loops.append((i, computation, first, len(self.steps)))
         elif i.opcode == "conditional":
             self._conditional(i, operands, result)
         elif i.opcode in ("call", "async-start"):

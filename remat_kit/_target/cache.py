@@ -18,6 +18,7 @@ from typing import Any
 
 SCHEMA = 1
 _FILES, _BYTES = 512, 256 * 2**20
+_LARGEST = 512 * 2**20  # of one file, uncompressed
 
 
 def folder() -> Path | None:
@@ -51,7 +52,10 @@ def load(name: str) -> dict[str, Any] | None:
     path = where / f"{name}.json.gz"
     try:
         with gzip.open(path) as f:
-            data = json.loads(f.read())
+            text = f.read(_LARGEST + 1)
+        if len(text) > _LARGEST:
+            return None
+        data = json.loads(text)
         os.utime(path)
     except (OSError, ValueError, EOFError, zlib.error, RecursionError):
         return None

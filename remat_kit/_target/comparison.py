@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from remat_kit._frames import data_frame
+from remat_kit._html_view import HtmlView
 from remat_kit._target.measurement import SCHEMA, Measurement
 
 
@@ -52,7 +53,7 @@ class ComparisonRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(HtmlView):
     """Policies side by side on one target.
 
     Attributes:
@@ -101,6 +102,23 @@ class Comparison:
           RematError: when pandas is not installed.
         """
         return data_frame(row.to_dict() for row in self.rows)
+
+    def plot(self, ax: Any = None, *, cost: str = "flops") -> Any:
+        """Draws the policies as points: peak memory against what they cost. Needs matplotlib.
+
+        Args:
+          ax: a matplotlib Axes to draw into; new ones by default.
+          cost: ``"flops"``: those beyond a step without remat; ``"time"``: of a step, timed or by the roofline.
+
+        Returns:
+          The Axes.
+
+        Raises:
+          RematError: for another `cost`, where no policy has a time, or when matplotlib is not installed.
+        """
+        from remat_kit._show.plots import comparison
+
+        return comparison.draw(self, ax, cost)
 
     def print(self, console: Any = None) -> None:
         """Prints the table to a rich console (standard output by default)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 import time
 from collections.abc import Mapping
@@ -69,8 +70,11 @@ def lower(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: T
       JAX's `Traced` and `Lowered`.
 
     Raises:
-      RematError: where JAX cannot lower the program for the platform.
+      RematError: where JAX cannot lower the program for the platform, and for arrays of 2**63 elements or more.
     """
+    for x in jax.tree.leaves((args, kwargs)):
+        if math.prod(getattr(x, "shape", ())) >= 2**63:  # XLA of JAX 0.10.2 would end the process
+            raise RematError(f"an argument has the shape {x.shape}: more elements than XLA counts.")
     traced = step.trace(*args, **kwargs)
     try:
         return traced, traced.lower() if target.attached else traced.lower(lowering_platforms=(target.platform,))
@@ -115,7 +119,7 @@ def compile_lowered(
     start = time.perf_counter()
     try:
         compiled = _here(lowered, options) if target.attached else _there(bytecode, target, options, timeout)
-    except (remote.CompilerError, jax.errors.JaxRuntimeError) as e:
+    except (remote.CompilerError, RuntimeError) as e:  # JAX's own error is one, and XLA raises others
         oom = out_of_memory(str(e))
         if oom is None:
             raise RematError(f"XLA cannot compile the program for {target}: {_first_line(e)}") from None
@@ -211,7 +215,11 @@ def _read(data: dict[str, Any] | None, places: str) -> Compiled | None:
             float(data["seconds"]),
             cached=True,
             moved=data["places"] != places,
-            oom=OutOfMemory(**data["oom"]) if data["oom"] else None,
+            oom=_read_oom(**data["oom"]) if data["oom"] else None,
         )
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
+
+
+def _read_oom(required_bytes: Any, available_bytes: Any, message: Any) -> OutOfMemory:
+    return OutOfMemory(int(required_bytes), int(available_bytes), str(message))

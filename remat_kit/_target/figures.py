@@ -13,6 +13,7 @@ from remat_kit._target.measurement import Measurement
 from remat_kit._target.setting import Setting
 from remat_kit._target.step import Step
 from remat_kit._target.target import Target
+from remat_kit._target.timeline import Schedule
 from remat_kit._target.timing import time_step
 
 
@@ -64,7 +65,7 @@ def _figures(step: Step, target: Target, compiled: compiling.Compiled) -> dict[s
     elif on_host["temp"]:
         peak = min(peak, most)
     module = hlo.parse(compiled.text)
-    timeline = live.walk(module)
+    memory = live.walk(module)
     traffic = hlo_cost.traffic(module)
     cost = compiled.cost or {}
     notes = []
@@ -98,10 +99,11 @@ def _figures(step: Step, target: Target, compiled: compiling.Compiled) -> dict[s
         bytes_accessed=traffic.device,
         roofline_seconds=_roofline(target, module, traffic),
         devices=module.num_partitions,
-        held=reconcile.held(timeline, step.labels, step.residuals),
-        held_residual_bytes=reconcile.held_residuals(timeline),
-        differences=reconcile.differences(timeline, step.residuals) if alone else (),
+        held=reconcile.held(memory, step.labels, step.residuals),
+        held_residual_bytes=reconcile.held_residuals(memory),
+        differences=reconcile.differences(memory, step.residuals) if alone else (),
         notes=tuple(notes),
+        schedule=Schedule.of(compiled.text, step.labels),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from remat_kit._target import buffers, hlo_shapes, sharing
 from remat_kit._target.buffers import Span, Value
-from remat_kit._target.hlo import Instruction, Module
+from remat_kit._target.hlo import Computation, Instruction, Module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Point:
 
 
 @dataclasses.dataclass(frozen=True)
-class Timeline:
+class Memory:
     """Memory over one run, per device.
 
     Attributes:
@@ -91,7 +91,7 @@ class Timeline:
         return self.points[self.at].bytes if self.points else 0
 
 
-def walk(module: Module) -> Timeline:
+def walk(module: Module) -> Memory:
     """Follows the schedule of a module and sums what is taken at each instruction.
 
     Args:
@@ -99,21 +99,21 @@ def walk(module: Module) -> Timeline:
 
     Returns:
       Figures that are computed here from the text. XLA's own are in `memory_analysis()`: its temporaries,
-      arguments and results less what is aliased correspond to `Timeline.peak`.
+      arguments and results less what is aliased correspond to `Memory.peak`.
     """
     program = buffers.Program(module)
     program.run()
     count = len(program.steps)
     spans = program.spans()
-    placed = list(_placed([s for s in spans if s.space == hlo_shapes.DEVICE], count - 1))
-    device = _sums(placed, count)
+    owned = [(p.span, p.intervals) for p in placed(spans, count - 1) if p.inside is None]
+    device = _sums(owned, count)
     host = _sums(((s, s.intervals) for s in spans if s.space == hlo_shapes.HOST), count)
     points = tuple(Point(n, w, d, h) for (n, w), d, h in zip(program.steps, device, host, strict=True))
     at = max(range(count), key=device.__getitem__, default=0)
-    taken = [s for s, intervals in placed if s.bytes and any(a <= at <= b for a, b in intervals)]
-    found = [_describe(module, s, at) for s in taken]
-    between = _turn(module, program.steps)
-    return Timeline(
+    taken = [s for s, intervals in owned if s.bytes and any(a <= at <= b for a, b in intervals)]
+    found = [describe(module, s, at) for s in taken]
+    between = turn(module, program.steps)
+    return Memory(
         points,
         at,
         tuple(sorted(found, key=lambda b: -b.bytes)),
@@ -123,7 +123,7 @@ def walk(module: Module) -> Timeline:
     )
 
 
-def _turn(module: Module, steps: Sequence[tuple[str, str]]) -> int | None:
+def turn(module: Module, steps: Sequence[tuple[str, str]]) -> int | None:
     """Where the schedule turns from the forward to the backward pass: the fewest instructions on the wrong side.
 
     The two overlap: compilers run what depends on nothing early.
@@ -132,13 +132,13 @@ def _turn(module: Module, steps: Sequence[tuple[str, str]]) -> int | None:
     for name, where in steps:
         computation = module.computations[where] if where else module.entry
         instruction = computation.by_name.get(name)
-        phases.append(_phase(instruction.op_name) if instruction is not None else "")
+        phases.append(phase(instruction.op_name) if instruction is not None else "")
     if "backward" not in phases or "forward" not in phases:
         return None
     wrong = fewest = phases.count("forward")  # all of the forward pass behind a turn at 0
     best = 0
-    for n, phase in enumerate(phases):
-        wrong += (phase == "backward") - (phase == "forward")
+    for n, found in enumerate(phases):
+        wrong += (found == "backward") - (found == "forward")
         if wrong < fewest:
             best, fewest = n + 1, wrong
     return best if best < len(phases) else None
@@ -148,30 +148,38 @@ def _handed_over(module: Module, spans: Iterable[Span], between: int) -> tuple[B
     crossing = [
         s for s in spans if s.space == hlo_shapes.DEVICE and s.bytes and any(a < between <= b for a, b in s.intervals)
     ]
-    found = [b for b in (_describe(module, s, between - 1) for s in crossing) if b.kind == "temp"]
+    found = [b for b in (describe(module, s, between - 1) for s in crossing) if b.kind == "temp"]
     return tuple(sorted((b for b in found if b.phase == "forward"), key=lambda b: -b.bytes))
 
 
 Intervals = list[tuple[int, int]]
 
 
-def _placed(spans: list[Span], last: int) -> Iterable[tuple[Span, Intervals]]:
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A buffer of device memory, when memory is set aside for it, and the result that it lies in (None: in its own)."""
+
+    span: Span
+    intervals: Intervals
+    inside: Span | None = None
+
+
+def placed(spans: Iterable[Span], last: int) -> Iterable[Placed]:
     """Places buffers as XLA's buffer assignment does: the largest first, each into the smallest result with room.
 
     XLA's order among buffers of one size is not in the text; here the one that is taken longest comes first.
-
-    Returns:
-      The buffers with memory of their own and the intervals for which it is set aside.
     """
     results: list[tuple[Span, Intervals]] = []  # from the largest to the smallest
-    for span in sorted(spans, key=lambda s: (-s.bytes, "output" not in s.kinds, -s.steps)):
+    device = [s for s in spans if s.space == hlo_shapes.DEVICE]
+    for span in sorted(device, key=lambda s: (-s.bytes, "output" not in s.kinds, -s.steps)):
         if "output" in span.kinds:
             results.append((span, list(span.intervals)))
-            yield span, [(0, last)]
-        elif span.kinds & {"argument", "constant"} or not any(
-            _fits(span.intervals, taken) for _, taken in reversed(results)
-        ):
-            yield span, span.intervals
+            yield Placed(span, [(0, last)])
+        elif span.kinds & {"argument", "constant"}:
+            yield Placed(span, span.intervals)
+        else:
+            inside = next((result for result, taken in reversed(results) if _fits(span.intervals, taken)), None)
+            yield Placed(span, span.intervals, inside)
 
 
 def _fits(intervals: Intervals, taken: Intervals) -> bool:
@@ -198,12 +206,12 @@ def _sums(placed: Iterable[tuple[Span, Intervals]], count: int) -> list[int]:
     return out
 
 
-def _describe(module: Module, span: Span, at: int) -> Buffer:
+def describe(module: Module, span: Span, at: int) -> Buffer:
     """Describes a buffer by the value that says most about what lies in it."""
     kind = next((k for k in ("argument", "output", "constant") if k in span.kinds), "temp")
-    value = max(span.values, key=lambda v: (_tells(v), v.start <= at <= v.end, -v.start))
+    value = max(span.values, key=lambda v: (tells(v), v.start <= at <= v.end, -v.start))
     i = value.instruction
-    maker = _maker(module, value)
+    maker = origin(module, value.computation, value.instruction)
     return Buffer(
         span.bytes,
         i.name,
@@ -212,7 +220,7 @@ def _describe(module: Module, span: Span, at: int) -> Buffer:
         maker.op_name,
         maker.source,
         kind,
-        "" if kind == "argument" else _phase(maker.op_name),
+        "" if kind == "argument" else phase(maker.op_name),
         "rematted_computation" in maker.op_name,
         span.values[0].where,
         value.shape.size,
@@ -222,7 +230,7 @@ def _describe(module: Module, span: Span, at: int) -> Buffer:
 _SILENT = ("parameter", "while", "copy", "copy-start", "tuple", "broadcast", "constant", "custom-call")
 
 
-def _tells(value: Value) -> int:
+def tells(value: Value) -> int:
     """How much the instruction says about the contents: a copy or a loop's parameter says little."""
     if value.kind == "argument":
         return 3
@@ -230,24 +238,24 @@ def _tells(value: Value) -> int:
     return (i.opcode not in _SILENT and not i.op_name.endswith("/broadcast_in_dim")) + bool(i.op_name)
 
 
-def _maker(module: Module, value: Value) -> Instruction:
-    """The instruction that computed the contents: behind an update in place, behind copies."""
-    i = value.instruction
+def origin(module: Module, computation: Computation, i: Instruction) -> Instruction:
+    """The instruction that computed what another one holds: behind an update in place, behind copies."""
     for callee in module.called(i) if i.opcode.startswith("fusion") else ():
         update = sharing.update_of(callee)
         if update is not None and update.opcode == "parameter" and update.index < len(i.operands):
-            update = value.computation.by_name.get(i.operands[update.index])
+            update = computation.by_name.get(i.operands[update.index])
         if update is not None and update.op_name:
             return update
     while not i.op_name and i.opcode in ("copy", "copy-start", "copy-done", "bitcast", "get-tuple-element"):
-        behind = value.computation.operands(i)
+        behind = computation.operands(i)
         if not behind:
             break
         i = behind[0]
     return i
 
 
-def _phase(op_name: str) -> str:
+def phase(op_name: str) -> str:
+    """Which pass a name stack belongs to: ``"forward"``, ``"backward"``, or ``""`` where it does not say."""
     if "transpose(jvp" in op_name:
         return "backward"
     return "forward" if "jvp(" in op_name else ""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from typing import TYPE_CHECKING, Any
 
+from remat_kit._html_view import HtmlView
 from remat_kit._trace.report import Residuals
+
+if TYPE_CHECKING:
+    from remat_kit._target.timeline import Schedule, Timeline
 
 SCHEMA = 1
 
@@ -78,7 +83,7 @@ class Effect:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measurement:
+class Measurement(HtmlView):
     """What one program takes on one target. Bytes are those of one device.
 
     *Compiled* (XLA's figures): all bytes, `xla_flops` and `xla_bytes_accessed`; None if the program does not fit and
@@ -121,6 +126,7 @@ class Measurement:
       effect: what the policy did, where asked.
       timing: measured seconds, where asked.
       notes: sentences that a reader of the figures must know.
+      schedule: what `timeline` is read from.
     """
 
     target: str
@@ -154,6 +160,17 @@ class Measurement:
     effect: Effect | None = None
     timing: Timing | None = None
     notes: tuple[str, ...] = ()
+    schedule: Schedule | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @functools.cached_property
+    def timeline(self) -> Timeline | None:
+        """Live bytes over the schedule of the compiled program, read when first asked for. *Compiled*.
+
+        None where there is no schedule: the compiler found no room for the program, or gave no order of execution.
+        """
+        from remat_kit._target import lives
+
+        return None if self.schedule is None else lives.timeline(self, self.schedule)
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -174,8 +191,9 @@ class Measurement:
         return self.timing.median if self.timing is not None else self.roofline_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain JSON data with a schema version."""
-        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "residuals"}
+        """Returns plain JSON data with a schema version; without `timeline`, which has a `to_dict` of its own."""
+        apart = ("residuals", "schedule")
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in apart}
         for name in ("effect", "timing"):
             data[name] = data[name] and dataclasses.asdict(data[name])
         data["held"] = [dataclasses.asdict(b) for b in self.held]
@@ -194,6 +212,24 @@ class Measurement:
             "differences": list(self.differences),
             "notes": list(self.notes),
         }
+
+    def plot(self, ax: Any = None, *, by: str = "class", against: Measurement | None = None) -> Any:
+        """Draws memory over the schedule, the peak with its largest buffers marked. Needs matplotlib.
+
+        Args:
+          ax: a matplotlib Axes to draw into; new ones by default.
+          by: ``"class"`` or ``"module"``, as in `Timeline.by`.
+          against: another measurement, drawn over it as a line; each pass then gets one width.
+
+        Returns:
+          The Axes.
+
+        Raises:
+          RematError: where there is no `timeline`, or when matplotlib is not installed.
+        """
+        from remat_kit._show.plots import timeline
+
+        return timeline.draw(self, ax, by, against)
 
     def print(self, console: Any = None) -> None:
         """Prints the figures to a rich console (standard output by default)."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from remat_kit._target.live import Buffer, Timeline
+from remat_kit._target.live import Buffer, Memory
 from remat_kit._target.measurement import Held
 from remat_kit._trace.report import Kind, Residuals
 from remat_kit._units import format_bytes
@@ -26,42 +26,46 @@ _JVP = re.compile(r"jvp\([^()]*\)")
 _LEAF = re.compile(r"leaves\[(\d+)\]")
 
 
-def held(timeline: Timeline, labels: Sequence[str], residuals: Residuals | None) -> tuple[Held, ...]:
+def held(memory: Memory, labels: Sequence[str], residuals: Residuals | None) -> tuple[Held, ...]:
     """The largest buffers at the peak, identical ones together.
 
     Args:
       labels: names of the arguments' leaves.
       residuals: the report whose names the buffers get where path and size agree.
     """
+    return joined(to_held(buffer, labels, residuals) for buffer in memory.buffers)[:_SHOWN]
+
+
+def joined(buffers: Iterable[Held]) -> tuple[Held, ...]:
+    """Identical buffers together, also those of layers that differ in their numbers; the largest first."""
     groups: dict[Held, Held] = {}
-    for buffer in timeline.buffers:
-        one = _held(buffer, labels, residuals)
+    for one in buffers:
         key = dataclasses.replace(one, bytes=0, path=re.sub(r"\d+", "{}", one.path))
         so_far = groups.get(key)
         if so_far is None:
             groups[key] = one
         else:
             groups[key] = dataclasses.replace(so_far, bytes=so_far.bytes + one.bytes, count=so_far.count + 1)
-    return tuple(sorted(groups.values(), key=lambda h: -h.bytes)[:_SHOWN])
+    return tuple(sorted(groups.values(), key=lambda h: -h.bytes))
 
 
-def held_residuals(timeline: Timeline) -> int | None:
+def held_residuals(memory: Memory) -> int | None:
     """Bytes that the forward pass leaves in device memory for the backward pass.
 
     None where the program does not tell the two apart: no gradient in it, or name stacks lost.
     """
-    return None if timeline.between is None else sum(b.bytes for b in timeline.handed_over)
+    return None if memory.between is None else sum(b.bytes for b in memory.handed_over)
 
 
-def differences(timeline: Timeline, residuals: Residuals | None) -> tuple[str, ...]:
+def differences(memory: Memory, residuals: Residuals | None) -> tuple[str, ...]:
     """Why the compiled program holds another number of bytes for the backward pass than was predicted, as sentences.
 
     Predicted residuals and buffers are matched by their number of elements, which layouts and stacking leave alone.
     """
-    if residuals is None or timeline.between is None:
+    if residuals is None or memory.between is None:
         return ()
     predicted = [e for e in residuals.entries if e.action is Kind.SAVED and not e.alias_of]
-    buffers = list(timeline.handed_over)
+    buffers = list(memory.handed_over)
     missing: list[tuple[str, int]] = []
     narrowed: list[tuple[str, int]] = []
     for e in sorted(predicted, key=lambda e: -e.bytes):
@@ -152,7 +156,7 @@ def _name(residuals: Residuals | None, path: str, op: str, elements: int) -> str
     return nearest.pop() if len(nearest) == 1 else ""
 
 
-def _held(buffer: Buffer, labels: Sequence[str], residuals: Residuals | None) -> Held:
+def to_held(buffer: Buffer, labels: Sequence[str], residuals: Residuals | None) -> Held:
     path, op = place(buffer.op_name)
     if buffer.kind == "argument":
         leaf = _LEAF.fullmatch(buffer.op_name)

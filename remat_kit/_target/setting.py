@@ -10,6 +10,7 @@ from typing import Any
 
 from remat_kit._apply import Policies
 from remat_kit._errors import RematError
+from remat_kit._options import check_flags
 from remat_kit._target.step import Step, gradient_step, step_as_written
 from remat_kit._target.target import Target
 from remat_kit._target.target import target as as_target
@@ -54,6 +55,7 @@ class Setting:
           RematError: for an unknown target, timing on one that is not attached, barriers on another than the CPU, and
             options that would have no effect.
         """
+        check_flags(grad=grad, has_aux=has_aux, time=time, keep_barriers=keep_barriers)
         where = as_target(target)
         if time and not where.attached:
             raise RematError(

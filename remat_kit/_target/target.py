@@ -85,8 +85,8 @@ class Target:
                 f"a mesh {dict(zip(names, sizes, strict=True))} needs {n} devices, but {self} has {self.device_count}: "
                 f"{hint}."
             )
-        types = tuple(axis_types) if axis_types is not None else (AxisType.Auto,) * len(sizes)
         try:
+            types = tuple(axis_types) if axis_types is not None else (AxisType.Auto,) * len(sizes)
             if self.attached:
                 return jax.make_mesh(sizes, names, axis_types=types, devices=self.devices[:n])
             return AbstractMesh(sizes, names, axis_types=types)
@@ -172,7 +172,7 @@ def _parse(spec: str) -> tuple[str, tuple[int, ...]]:
     name = f"{platform}:{chip}"
     if name not in CHIPS:
         known = ("local", "cpu", *CHIPS)
-        raise RematError(f"unknown target {spec!r}. Known: {', '.join(known)}.{near_matches(name, known)}")
+        raise RematError(f"unknown target {spec!r:.80}. Known: {', '.join(known)}.{near_matches(name[:80], known)}")
     known = CHIPS[name]
     dims = 1 if platform == "cuda" else len(known.topology.split("x"))
     if not size:
@@ -181,7 +181,7 @@ def _parse(spec: str) -> tuple[str, tuple[int, ...]]:
     found = re.fullmatch(r"[1-9]\d{0,5}" + r"x[1-9]\d{0,5}" * (dims - 1), size)
     sizes = tuple(map(int, size.split("x"))) if found else ()
     if not sizes or not known.has(sizes):
-        raise RematError(f"target {spec!r}: {size!r} is no size of a {name}. It comes as {known.sizes}.")
+        raise RematError(f"target {spec!r:.80}: {size!r:.80} is no size of a {name}. It comes as {known.sizes}.")
     return name, sizes
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from remat_kit._trace import cost, jaxprs, marks, narrow
+from remat_kit._trace.holders import Holders
 from remat_kit._trace.jaxprs import CallKind, JaxprEqn, Var
 
 KINDS = ("module", "scan", "checkpoint", "segment", "whole", "rest")
@@ -52,9 +53,9 @@ class Candidate:
     parent: Candidate | None = None
     span: tuple[int, int] | None = None
 
-    @property
+    @functools.cached_property
     def depth(self) -> int:
-        return 0 if self.parent is None else self.parent.depth + 1
+        return sum(1 for _ in self.ancestors())
 
     def ancestors(self) -> Iterable[Candidate]:
         above = self.parent
@@ -98,8 +99,7 @@ class _Finder:
           taken: whether the candidate around it bears the path `prefix` already.
           own: the name of the one call that the program is, where `prefix` ends with it.
         """
-        firsts = [called[0] for e in where.owner.eqns if (called := marks.split(jaxprs.scopes(e))[0])]
-        skipped = int(bool(own and firsts))
+        skipped = int(bool(own) and any(marks.split(jaxprs.scopes(e))[0] for e in where.owner.eqns))
         self.group(where, range(len(where.owner.eqns)), skipped, prefix, parent, taken, "" if skipped else own)
 
     def group(
@@ -239,8 +239,10 @@ def choose(
     """
     total = sum(b for _, b in kept)
     held = held_bytes(candidates, kept)
-    levels = [_repeated([c for c in candidates if c.depth == d]) for d in sorted({c.depth for c in candidates})]
-    levels = [[c for c in level if held[id(c)]] for level in levels]
+    by_depth: dict[int, list[Candidate]] = {}
+    for c in candidates:
+        by_depth.setdefault(c.depth, []).append(c)
+    levels = [[c for c in _repeated(by_depth[d]) if held[id(c)]] for d in sorted(by_depth)]
     sums = [sum(held[id(c)] for c in level) for level in levels]
     most = next((i for i, n in enumerate(sums) if n and 2 * n >= total), None)
     if most is None and sums and 10 * max(sums) >= total > 0:
@@ -256,13 +258,10 @@ def choose(
 def held_bytes(candidates: Sequence[Candidate], kept: Sequence[tuple[Sequence[JaxprEqn], int]]) -> dict[int, int]:
     """For each candidate, by identity, the bytes of the residuals that it holds; see `choose`."""
     held = dict.fromkeys(map(id, candidates), 0)
-    of: dict[int, list[Candidate]] = {}
-    for c in candidates:
-        for member in c.members:
-            of.setdefault(member, []).append(c)
+    holders = Holders(candidates)
     for chain, size in kept:
-        for c in {id(c): c for eqn in chain for c in of.get(id(eqn), ())}.values():
-            held[id(c)] += size if c.holds(chain) else 0
+        for c in holders.of(chain):
+            held[id(c)] += size
     return held
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from remat_kit._trace import blocks, jaxprs
 from remat_kit._trace.blocks import Candidate
@@ -32,13 +31,8 @@ def kept(lin: Linearized) -> list[tuple[tuple[JaxprEqn, ...], int]]:
     root = Level(lin.forward)
     found = []
     for var, _ in lin.kept:
-        if var in root.jaxpr.invars or var in root.jaxpr.constvars:
+        if var not in root.producers:
             continue
         chain = trace_back(root, var).chain
         found.append((tuple(lin.tagged.origins[t].eqn for t in chain), jaxprs.nbytes(var.aval)))
     return found
-
-
-def block_of(candidates: Sequence[Candidate], chain: Sequence[Any]) -> str:
-    """Path of the block that holds an equation, or the empty string."""
-    return next((c.path for c in candidates if c.holds(chain)), "")

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from remat_kit._errors import RematError
 from remat_kit._trace import jaxprs
 
 _NUMBERS = (bool, int, float, complex)
@@ -172,6 +173,14 @@ class Spec:
 
 
 def split(tree: Any) -> tuple[list[Any], Spec]:
-    """Splits a pytree into its dynamic leaves and the `Spec` that puts them back."""
+    """Splits a pytree into its dynamic leaves and the `Spec` that puts them back.
+
+    Raises:
+      RematError: for a negative size, which JAX lets through in a `jax.ShapeDtypeStruct`.
+    """
     sealed = seal(tree)
-    return jax.tree.leaves(sealed), Spec.of(sealed)
+    leaves = jax.tree.leaves(sealed)
+    for leaf in leaves:
+        if any(isinstance(n, int) and n < 0 for n in getattr(leaf, "shape", ())):
+            raise RematError(f"an argument has the shape {leaf.shape}: sizes are from 0 on.")
+    return leaves, Spec.of(sealed)

@@ -90,6 +90,9 @@ def trace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Any:
 
 def evaluate(jaxpr: Any, *args: Any) -> list[Any]:
     """Evaluates a closed program on flat arguments."""
+    for eqn in opened(jaxpr).eqns:
+        if is_custom_vjp(eqn) and eqn.params["symbolic_zeros"]:
+            _forget(eqn.params["fwd_jaxpr_thunk"])
     return list(as_function(jaxpr)(*args))
 
 
@@ -230,7 +233,7 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any], programs: Mapping[tuple[str, in
             out = _shard_map(eqn, body, operands)
         else:
             params = _with_programs(eqn.params, programs) if programs else eqn.params
-            out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+            out = eqn.primitive.bind(*operands, **_bind_params(eqn, params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
@@ -360,7 +363,7 @@ def name_custom_vjp(eqn: JaxprEqn, operands: Sequence[Any], name: str) -> list[A
     remat; `jax_remat3` ignores them.
     """
     with context(eqn):
-        params = eqn.primitive.get_bind_params(eqn.params)
+        params = _bind_params(eqn, eqn.params)
         fun, fwd, bwd = params["subfuns"]
         params["subfuns"] = (fun, _name_outputs(fwd, name), bwd)
         return list(eqn.primitive.bind(*operands, **params))
@@ -369,7 +372,7 @@ def name_custom_vjp(eqn: JaxprEqn, operands: Sequence[Any], name: str) -> list[A
 def through_forward_rule(eqn: JaxprEqn, operands: Sequence[Any], evaluate: Callable[..., Sequence[Any]]) -> list[Any]:
     """Binds a custom_vjp call whose forward rule, when it is differentiated, runs as `evaluate(program, args)`."""
     with context(eqn):
-        params = eqn.primitive.get_bind_params(eqn.params)
+        params = _bind_params(eqn, eqn.params)
         fun, fwd, bwd = params["subfuns"]
         params["subfuns"] = (fun, _evaluated_by(fwd, evaluate), bwd)
         return list(eqn.primitive.bind(*operands, **params))
@@ -388,11 +391,66 @@ def _evaluated_by(fun: Callable[..., Any], evaluate: Callable[..., Sequence[Any]
 def forward_rule(eqn: JaxprEqn) -> Any:
     """The forward rule of a custom_vjp call as a program; None if it cannot be traced alone."""
     thunk = eqn.params["fwd_jaxpr_thunk"]
+    traced, structures = _rule_memory(thunk)
+    before = [dict(memo) for memo in traced], [s._store._val for s in structures]
     try:
         program, consts = thunk.call_wrapped(*(False for _ in eqn.invars[eqn.params["num_consts"] :]))[:2]
     except Exception:  # a rule that is wrong is JAX's to report, when it is used
         return None
+    finally:  # as if it had not been asked
+        for memo, was in zip(traced, before[0], strict=True):
+            memo.clear()
+            memo.update(was)
+        for s, value in zip(structures, before[1], strict=True):
+            s._store._val = value
     return ClosedJaxpr(program, consts) if program.constvars else program
+
+
+def _rule_memory(thunk: Any) -> tuple[list[dict[Any, Any]], list[Any]]:
+    """What JAX remembers of a forward rule: its programs by which arguments are differentiated, and where it keeps the
+    structure of the residuals.
+
+    There is one structure, that of the program traced last: asking for an earlier one again does not bring it back. A
+    rule with `symbolic_zeros` may hand on other residuals for other arguments, and then they are taken for what they
+    are not (JAX 0.10.2 to 0.12.0.1).
+    """
+    memos: list[dict[Any, Any]] = []
+    structures: list[Any] = []
+    todo = [thunk]
+    while todo:
+        f = todo.pop()
+        if isinstance(f, _lu.WrappedFun):
+            structures += [s for s in f.stores if isinstance(s, _lu.EqualStore)]
+            f = f.f
+        cells: Any = getattr(f, "__closure__", None)
+        if not cells or not (getattr(f, "__module__", None) or "").startswith("jax._src"):
+            continue
+        held = dict(zip(f.__code__.co_freevars, (c.cell_contents for c in cells), strict=True))
+        if isinstance(held.get("cells"), dict):
+            memos.append(held["cells"])
+        todo += [x for x in held.values() if callable(x) or isinstance(x, _lu.WrappedFun)]
+    return memos, structures
+
+
+def _bind_params(eqn: JaxprEqn, params: Mapping[str, Any]) -> dict[str, Any]:
+    """What an equation is bound with. A forward rule that is asked again is traced again; see `_rule_memory`."""
+    found = eqn.primitive.get_bind_params(params)
+    if is_custom_vjp(eqn) and params["symbolic_zeros"]:
+        fun, fwd, bwd = found["subfuns"]
+        found["subfuns"] = (fun, _anew(fwd, params["fwd_jaxpr_thunk"]), bwd)
+    return found
+
+
+@_lu.transformation2
+def _anew(fun: Callable[..., Any], thunk: Any, *args: Any) -> Any:
+    _forget(thunk)
+    return fun(*args)
+
+
+def _forget(thunk: Any) -> None:
+    """Lets a forward rule be traced again; see `_rule_memory`."""
+    for memo in _rule_memory(thunk)[0]:
+        memo.clear()
 
 
 @_lu.transformation2
@@ -526,12 +584,33 @@ def is_tracer(x: Any) -> bool:
     return isinstance(x, _core.Tracer)
 
 
+def is_tracer_type(cls: type) -> bool:
+    """Whether instances of a class are values being traced."""
+    return issubclass(cls, _core.Tracer)
+
+
+def tracer_line(x: Any) -> str:
+    """The user's source line at which a traced value was made, ``"model.py:41 (attention)"``; empty if unknown."""
+    info = getattr(x, "_line_info", None)
+    frame = next(iter(_source.user_frames(info.traceback)), None) if info is not None else None
+    return "" if frame is None else f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name})"
+
+
+def key_impl(dtype: Any) -> str:
+    """The generator of typed keys, as `jax.random.wrap_key_data` takes it."""
+    return dtype._impl.name  # tried on 0.10.2, 0.12.0.1
+
+
 def as_jit(eqn: JaxprEqn, program: Any) -> JaxprEqn:
-    """An equation that runs the program under `jax.jit` instead of in a `jax.checkpoint` region."""
-    jitted = jax.jit(as_function(program))
-    made = opened(trace(lambda *xs: list(jitted(*xs)), [v.aval for v in eqn.invars])).eqns[-1]
+    """An equation that runs the program under `jax.jit` instead of in a `jax.checkpoint` region.
+
+    The program is not traced again, as the axes of a shard_map around it are bound nowhere here.
+    """
+    jitted = jax.jit(lambda xs: [jnp.float32(i) for i in range(len(eqn.outvars))])
+    scalar = _core.ShapedArray((), jnp.float32)
+    made = opened(trace(lambda *xs: jitted(list(xs)), [scalar] * len(eqn.invars))).eqns[-1]
     params = with_programs(made, {("jaxpr", None): close(program)})
-    return made.replace(invars=eqn.invars, outvars=eqn.outvars, params=params, source_info=eqn.source_info)
+    return eqn.replace(primitive=made.primitive, params=params)
 
 
 def aval_of(x: Any) -> Any:

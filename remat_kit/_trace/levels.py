@@ -35,6 +35,11 @@ class Level:
         self._children: dict[int, list[Level]] = {}
 
     @functools.cached_property
+    def positions(self) -> dict[Var, int]:
+        """Which input of this level a variable is; constants apart."""
+        return {v: i for i, v in enumerate(self.jaxpr.invars)}
+
+    @functools.cached_property
     def readers(self) -> dict[Var, list[tuple[JaxprEqn, list[int]]]]:
         """For each variable, the equations of this level that read it, in program order, and at which operands."""
         found: dict[Var, list[tuple[JaxprEqn, list[int]]]] = {}
@@ -59,7 +64,14 @@ class Level:
 
 
 def _collapse(chain: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(t for i, t in enumerate(chain) if i == 0 or chain[i - 1] != t)
+    """A chain without repeats: an equation under all its scopes, the calls around it included, begins once more."""
+    found: list[int] = []
+    for t in chain:
+        if t in found:
+            del found[found.index(t) + 1 :]
+        else:
+            found.append(t)
+    return tuple(found)
 
 
 @dataclasses.dataclass(eq=False)
@@ -122,12 +134,12 @@ def _leave(s: Source) -> bool:
     """Steps from an input of a nested program to the operand that feeds it; False at the end."""
     level = s.level
     if level.parent is None or level.call is None or level.eqn is None:
-        s.kind = "constant" if s.var in level.jaxpr.constvars else "argument"
+        s.kind = "argument" if s.var in level.positions else "constant"
         return False
-    if s.var in level.jaxpr.constvars:
+    if s.var not in level.positions:
         s.kind = "constant"
         return False
-    i = level.jaxpr.invars.index(s.var)
+    i = level.positions[s.var]
     call = level.call
     carried = call.num_consts <= i < call.num_consts + call.num_carry
     if call.kind is CallKind.WHILE or (call.kind is CallKind.SCAN and carried):

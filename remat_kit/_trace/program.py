@@ -7,8 +7,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from remat_kit._html_view import HtmlView
 from remat_kit._trace import blocks, cost, default, jaxprs, marks
 from remat_kit._trace.blocks import Candidate
+from remat_kit._trace.holders import Holders
 from remat_kit._trace.jaxprs import CallKind, Literal, Var
 from remat_kit._trace.provenance import identical
 from remat_kit._trace.tracing import Traced
@@ -74,7 +76,7 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(HtmlView):
     """What a function computes, before differentiation. Every figure is *predicted* from the jaxpr.
 
     Attributes:
@@ -122,14 +124,12 @@ def read(traced: Traced) -> Program:
     """Reads a traced function."""
     candidates = blocks.find(traced.jaxpr)
     chosen = default.default_blocks(traced, candidates)
-    known = list(candidates) + [c for c in chosen if c not in candidates]
+    known = list(dict.fromkeys((*candidates, *chosen)))
     values = tuple(_values(traced.jaxpr, known))
     total = cost.program_cost(traced.jaxpr)
-    sums: dict[str, int] = {}
-    for v in values:
-        sums[v.block] = sums.get(v.block, 0) + v.bytes
+    held, defaults = _held_bytes(values, known), set(chosen)
     return Program(
-        blocks=tuple(_block(c, known, chosen, sums) for c in known),
+        blocks=tuple(_block(c, held[c], c in defaults) for c in known),
         values=values,
         flops=total.flops,
         bytes=total.bytes,
@@ -137,11 +137,25 @@ def read(traced: Traced) -> Program:
     )
 
 
-def _block(c: Candidate, known: Sequence[Candidate], chosen: Sequence[Candidate], sums: dict[str, int]) -> Block:
+def _held_bytes(values: Sequence[Value], known: Sequence[Candidate]) -> dict[Candidate, int]:
+    """Bytes of the values in each block, those of the blocks inside it included."""
+    sums: dict[str, int] = {}
+    for v in values:
+        sums[v.block] = sums.get(v.block, 0) + v.bytes
+    around: dict[str, set[Candidate]] = {}  # a region that fills the body of a scan shares its path
+    for c in known:
+        around.setdefault(c.path, set()).update((c, *c.ancestors()))
+    held = dict.fromkeys(known, 0)
+    for path, blocks_around in around.items():
+        for c in blocks_around:
+            held[c] += sums.get(path, 0)
+    return held
+
+
+def _block(c: Candidate, held_bytes: int, is_default: bool) -> Block:
     eqns = [c.owner.eqns[i] for i in c.eqns]
     made = {v for e in eqns for v in e.outvars}
     reads = {v for e in eqns for v in e.invars if isinstance(v, Var)} - made
-    inside = [k.path for k in known if k is c or any(a is c for a in k.ancestors())]
     around = c.runs // max(c.trips, 1)  # the equations' own cost counts their trips already
     input_bytes = sum(jaxprs.nbytes(v.aval) for v in reads)
     if c.kind == "scan":
@@ -153,15 +167,16 @@ def _block(c: Candidate, known: Sequence[Candidate], chosen: Sequence[Candidate]
         trips=c.trips,
         runs=c.runs,
         flops=sum(cost.eqn_flops(e) for e in eqns) * around,
-        bytes=sum(sums.get(p, 0) for p in dict.fromkeys(inside)),
+        bytes=held_bytes,
         input_bytes=input_bytes,
         parent="" if c.parent is None else c.parent.path,
-        default=any(c is k for k in chosen),
+        default=is_default,
     )
 
 
 def _values(jaxpr: Any, known: Sequence[Candidate]) -> list[Value]:
     found: list[Value] = []
+    holders = Holders(known)
 
     def visit(program: Any, chain: tuple[Any, ...], prefix: tuple[str, ...], trips: int) -> None:
         owner = jaxprs.opened(program)
@@ -180,7 +195,7 @@ def _values(jaxpr: Any, known: Sequence[Candidate]) -> list[Value]:
                 visit(call.jaxpr, here, (*path, *rest), trips * call.trips)
             if nested:
                 continue
-            inside = [c for c in known if c.holds(here)]
+            inside = holders.of(here)
             block = max(inside, key=lambda c: c.depth).path if inside else ""
             file, line, function = jaxprs.source_line(e)
             for i, v in enumerate(e.outvars):

@@ -13,6 +13,7 @@ from typing import Any
 
 from remat_kit._errors import RematError
 from remat_kit._frames import data_frame
+from remat_kit._html_view import HtmlView
 
 SCHEMA = 1
 
@@ -114,7 +115,7 @@ class Group:
         return None if None in flops else sum(f for f in flops if f is not None)
 
 
-_KEYS: Mapping[str, Callable[[Residual], str]] = {
+KEYS: Mapping[str, Callable[[Residual], str]] = {
     "block": lambda e: e.block or "(no block)",
     "name": lambda e: ", ".join(e.names) or "(no name)",
     "op": lambda e: e.op,
@@ -126,7 +127,7 @@ _KEYS: Mapping[str, Callable[[Residual], str]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Residuals:
+class Residuals(HtmlView):
     """What reverse mode keeps between the forward and the backward pass of one function.
 
     Every figure is *predicted* from the jaxpr: exact for what `jax.vjp` keeps, before XLA.
@@ -192,13 +193,13 @@ class Residuals:
         Raises:
           RematError: for any other key.
         """
-        if not isinstance(key, str) or key not in _KEYS:
-            raise RematError(f"by({key!r}): no such key. Use one of {', '.join(_KEYS)}.")
+        if not isinstance(key, str) or key not in KEYS:
+            raise RematError(f"by({key!r}): no such key. Use one of {', '.join(KEYS)}.")
         sums: dict[str, int] = {}
         for e in self.entries:
             if e.alias_of or (key != "action" and e.action in (Kind.ARGUMENT, Kind.CONSTANT)):
                 continue
-            k = _KEYS[key](e)
+            k = KEYS[key](e)
             sums[k] = sums.get(k, 0) + e.bytes
         return dict(sorted(sums.items(), key=lambda kv: -kv[1]))
 
@@ -249,6 +250,24 @@ class Residuals:
         """
         return data_frame({"label": e.label, **e.to_dict(), "bytes_per_flop": e.bytes_per_flop} for e in self.entries)
 
+    def plot(self, ax: Any = None, *, by: str = "path") -> Any:
+        """Draws what is kept. Needs matplotlib.
+
+        Args:
+          ax: a matplotlib Axes to draw into; new ones by default.
+          by: ``"path"``: nested boxes of modules, as high as their bytes, identical layers together; any other key of
+            the method `by`: a bar for each part, blocks that differ in their number together.
+
+        Returns:
+          The Axes.
+
+        Raises:
+          RematError: for another key, or when matplotlib is not installed.
+        """
+        from remat_kit._show.plots import residuals
+
+        return residuals.draw(self, ax, by)
+
     def print(self, console: Any = None, *, top: int | None = None) -> None:
         """Prints the table to a rich console (standard output by default), sized to the terminal."""
         from remat_kit._show import text
@@ -260,14 +279,9 @@ class Residuals:
 
         return text.residuals_to_str(self)
 
-    def _repr_html_(self) -> str:
-        from remat_kit._show import html
-
-        return html.residuals_to_html(self)
-
 
 @dataclasses.dataclass(frozen=True)
-class ResidualsDiff:
+class ResidualsDiff(HtmlView):
     """What one policy keeps and another does not.
 
     Attributes:

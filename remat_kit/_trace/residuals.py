@@ -15,6 +15,7 @@ from remat_kit._trace import cost, jaxprs
 from remat_kit._trace.jaxprs import CallKind, JaxprEqn, Literal, Var
 from remat_kit._trace.levels import VIEWS, Level, Source, trace_back
 from remat_kit._trace.linearized import Linearized
+from remat_kit._trace.recomputed import is_again
 from remat_kit._trace.report import Kind, Residual
 
 
@@ -62,7 +63,7 @@ def read(
         if s.kind == "carry":  # it belongs to the loop, which bears the block's path
             path = path or block
         total = jaxprs.nbytes(aval)
-        position = root.jaxpr.invars.index(s.var) if s.kind == "argument" and s.level is root else None
+        position = root.positions[s.var] if s.kind == "argument" and s.level is root else None
         copy_of = ""
         if kind in (Kind.ARGUMENT, Kind.CONSTANT):
             op, flops = "input", None
@@ -94,10 +95,8 @@ def read(
 
 
 def _kind(root: Level, var: Any, aval: Any) -> Kind:
-    if var in root.jaxpr.constvars:
-        return Kind.CONSTANT
-    if var in root.jaxpr.invars:
-        return Kind.ARGUMENT
+    if var not in root.producers:
+        return Kind.ARGUMENT if var in root.positions else Kind.CONSTANT
     return Kind.OFFLOADED if jaxprs.on_host(aval) else Kind.SAVED
 
 
@@ -109,7 +108,7 @@ def _describe(s: Source, lin: Linearized, hidden: Callable[[str], bool]) -> tupl
         op = jaxprs.op_of(s.eqn)
     elif s.kind == "carry" and s.level.call is not None:
         # The value carried in is what the iteration before carried out.
-        i = s.level.jaxpr.invars.index(s.var) - s.level.call.num_consts
+        i = s.level.positions[s.var] - s.level.call.num_consts
         more, source, block = _made(trace_back(s.level, s.level.jaxpr.outvars[i]), lin)
         names += more
     for other in s.others:
@@ -160,7 +159,7 @@ def _recompute_flops(s: Source, number: int, places: Mapping[tuple[int, Any], in
         # A carried value is made by one iteration; it cannot be had for less.
         if s.kind != "carry" or s.level.call is None:
             return 0
-        i = s.level.jaxpr.invars.index(s.var) - s.level.call.num_consts
+        i = s.level.positions[s.var] - s.level.call.num_consts
         start = s.level.jaxpr.outvars[i]
     else:
         start = s.var
@@ -201,9 +200,8 @@ def _outer(level: Level, var: Var) -> list[tuple[Level, Any]]:
     call = level.call
     if call is None or level.parent is None or level.eqn is None or not _through(call.kind):
         return []
-    if var not in level.jaxpr.invars:
-        return []
-    return [(level.parent, level.eqn.invars[call.operands[level.jaxpr.invars.index(var)]])]
+    position = level.positions.get(var)
+    return [] if position is None else [(level.parent, level.eqn.invars[call.operands[position]])]
 
 
 # Who needs it -------------------------------------------------------------------------------------
@@ -243,7 +241,7 @@ def _needed_by(
                 chain = level.chain_of(eqn)
                 if chain:
                     op = op_of(chain[-1])
-                    ops.setdefault(f"recompute({op})" if _recomputes(level, eqn) else op)
+                    ops.setdefault(f"recompute({op})" if is_again(level, eqn) else op)
     return tuple(ops), tuple(names)
 
 
@@ -255,18 +253,6 @@ def _same_size(a: Any, b: Any) -> bool:
     return getattr(a.aval, "size", None) == getattr(b.aval, "size", None)
 
 
-def _recomputes(level: Level, eqn: JaxprEqn) -> bool:
-    here: Level | None = level
-    scopes = jaxprs.scopes(eqn)
-    while True:
-        if "rematted_computation" in scopes:
-            return True
-        if here is None or here.eqn is None:
-            return False
-        scopes = jaxprs.scopes(here.eqn) if here.call is not None and here.call.kind is CallKind.REMAT else ()
-        here = here.parent
-
-
 # Aliases ------------------------------------------------------------------------------------------
 
 
@@ -276,12 +262,11 @@ def _with_aliases(found: list[Found], places: Mapping[tuple[int, Any], int]) -> 
     for f in found:
         roots.append(_view_of(f.source) if f.source.eqn is not None else None)
     out = []
+    first: dict[tuple[int, Any] | None, int] = {}
     for number, (f, base) in enumerate(zip(found, roots, strict=True)):
-        of = places.get(base) if base is not None else None
-        if of is None or of == number:
-            # Two views of one value that is not kept itself: the second is an alias of the first.
-            twin = next((i for i in range(number) if base is not None and roots[i] == base), None)
-            of = twin if of is None else of
+        of = None
+        if base is not None:  # two views of one value that is not kept itself: the second is an alias of the first
+            of = places.get(base, first.setdefault(base, number))
         if of is None or of == number or f.entry.action is not Kind.SAVED or f.entry.alias_of:
             out.append(f)
             continue

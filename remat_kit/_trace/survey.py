@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from remat_kit._trace import jaxprs
-from remat_kit._trace.jaxprs import ClosedJaxpr, Jaxpr, Literal
+from remat_kit._trace.jaxprs import ClosedJaxpr, Jaxpr, Literal, Var
 
 
 def programs(jaxpr: Any, *, forward_rules: bool = False) -> Iterator[Any]:
@@ -30,6 +31,24 @@ def programs(jaxpr: Any, *, forward_rules: bool = False) -> Iterator[Any]:
             todo += [(jaxprs.opened(c.jaxpr), rules) for c in jaxprs.calls(e)]
             if rules and jaxprs.is_custom_vjp(e) and (rule := jaxprs.forward_rule(e)) is not None:
                 todo.append((jaxprs.opened(rule), False))
+
+
+def readers(owner: Any) -> dict[Var, list[int]]:
+    """For each variable of an open program the equations that read it; their number where it is a result.
+
+    Remembered for as long as the program lives, since each of its blocks asks.
+    """
+    found = _readers.get(owner)
+    if found is None:
+        found = _readers[owner] = {}
+        for i, read in enumerate((*(e.invars for e in owner.eqns), owner.outvars)):
+            for v in read:
+                if isinstance(v, Var):
+                    found.setdefault(v, []).append(i)
+    return found
+
+
+_readers: weakref.WeakKeyDictionary[Any, dict[Var, list[int]]] = weakref.WeakKeyDictionary()
 
 
 def names_in(jaxpr: Any, *, forward_rules: bool = False) -> frozenset[str]:

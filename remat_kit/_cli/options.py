@@ -67,6 +67,17 @@ def plan_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="end a compiler that takes longer")
 
 
+def file_options(p: argparse.ArgumentParser, *, plot: bool = True, timeline: bool = False) -> None:
+    """Files to write besides."""
+    p.add_argument("--html", metavar="FILE", help="write a page for a browser too")
+    if plot:
+        p.add_argument("--plot", metavar="FILE", help="write a picture too: picture.png, .svg, .pdf (extra plot)")
+    if timeline:
+        p.add_argument(
+            "--timeline", metavar="FILE", help="write memory over time too: .json for Perfetto, .speedscope.json"
+        )
+
+
 def policy_of(args: argparse.Namespace) -> Any:
     """A policy, or `{block glob: policy}` where there are --block options."""
     if not args.block:
