@@ -168,7 +168,8 @@ def select(traced: tracing.Traced, rules: Rules) -> Chosen:
     else:
         globs = [(str(g), p) for g, p in rules.items]
         pieces = blocks.segments(traced.jaxpr)
-        if not candidates or all(any(matches(g, c.path, "/") for c in pieces) for g, _ in globs):
+        among = [{g for g, _ in globs if any(matches(g, c.path, "/") for c in cs)} for cs in (candidates, pieces)]
+        if not candidates or (len(among[1]) > len(among[0]) and all(g in among[1] for g, _ in globs)):
             candidates = pieces
         rest = [
             (g, p)

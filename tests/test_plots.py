@@ -25,6 +25,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.colors import to_rgba  # noqa: E402
 
 OPTIMIZED = True
+IGNORES_OFFLOAD = jax.__version_info__ < (0, 11) and jax.config.read("jax_remat3")
 GPT = dict(layers=3, batch=2, length=32, width=32, heads=2, vocab=64, dtype="float32", abstract=True)
 
 
@@ -180,7 +181,11 @@ def test_stacked_parts_are_the_bytes_of_the_timeline(by):
     data = m.timeline.to_dict()
     ax = drawn(m.plot(by=by))
     parts = {k: v[:-1] for k, v in data[f"by_{by}"].items() if any(v)}
-    assert heights(ax) == parts
+    found = heights(ax)
+    small = [parts.pop(k) for k in tuple(parts) if k not in found]  # they share one colour
+    if small:
+        parts[f"{len(small)} more"] = [sum(step) for step in zip(*small, strict=True)]
+    assert found == parts and len(found) >= 5
     line = next(line for line in ax.lines if line.get_label() == "_full")
     assert list(line.get_ydata()) == data["total"]
     assert [sum(step) for step in zip(*data[f"by_{by}"].values(), strict=True)] == data["total"]
@@ -410,6 +415,7 @@ def test_the_figures_of_a_whole_model_are_plain_json():
     drawn(m.plot())
 
 
+@pytest.mark.skipif(IGNORES_OFFLOAD, reason="this remat implementation ignores offloading")
 def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
     page = (Path(__file__).parent.parent / "docs" / "pictures.md").read_text()
     monkeypatch.chdir(tmp_path)

@@ -36,17 +36,17 @@ def place(
     figure.draw_without_rendering()  # settles the layout  # pyright: ignore[reportAttributeAccessIssue]
     frame = ax.get_window_extent()
     every = ax.transData.transform([*(p[:2] for p in points), *others])
-    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in every]
+    taken = [(Bbox.from_bounds(x - 5, y - 5, 10, 10), 10.0) for x, y in every]
     for line in ax.lines:
         ends = np.asarray(line.get_xdata())
         if len(ends) == 2 and ends[0] == ends[1]:  # a bound
             x = ax.transData.transform((ends[0], 0))[0]
-            taken.append(Bbox.from_bounds(x - 1, frame.y0, 2, frame.height))
+            taken.append((Bbox.from_bounds(x - 1, frame.y0, 2, frame.height), 1.0))
     return [_placed(ax, point, taken, frame) for point in points]
 
 
-def _placed(ax: Axes, point: tuple[float, float, str], taken: list[Bbox], frame: Bbox) -> Annotation:
-    """Writes one label and adds it to what is taken."""
+def _placed(ax: Axes, point: tuple[float, float, str], taken: list[tuple[Bbox, float]], frame: Bbox) -> Annotation:
+    """Writes one label and adds it to what is taken, with how much it matters that nothing covers it."""
     x, y, text = point
     label = ax.annotate(text, (x, y), (9, 0), textcoords="offset points", fontsize="small")
     best, least = _PLACES[0], math.inf
@@ -54,10 +54,10 @@ def _placed(ax: Axes, point: tuple[float, float, str], taken: list[Bbox], frame:
         if place[0] >= least:
             break
         box = _move(label, *place)
-        covered = sum(_shared(box, other) for other in taken) + 10 * (_area(box) - _shared(box, frame))
+        covered = sum(weight * _covered(box, other) for other, weight in taken) + 10 * _outside(box, frame)
         if covered + place[0] < least:  # near and across a line is better than far away
             best, least = place, covered + place[0]
-    taken.append(_move(label, *best))
+    taken.append((_move(label, *best), 10.0))
     if best[0] > _NEAR:  # it could be another one's
         ax.annotate("", (x, y), label.xyann, textcoords="offset points", arrowprops=_LEADER)
     return label
@@ -74,10 +74,11 @@ def _move(label: Annotation, distance: float, angle: float) -> Bbox:
     return label.get_window_extent()
 
 
-def _shared(a: Bbox, b: Bbox) -> float:
+def _covered(a: Bbox, b: Bbox) -> float:
     both = Bbox.intersection(a, b)
-    return _area(both) if both is not None else 0.0
+    return 20 + both.width * both.height if both is not None else 0.0  # a corner counts, too
 
 
-def _area(box: Bbox) -> float:
-    return box.width * box.height
+def _outside(box: Bbox, frame: Bbox) -> float:
+    inside = Bbox.intersection(box, frame)
+    return box.width * box.height - (inside.width * inside.height if inside is not None else 0.0)

@@ -13,6 +13,7 @@ from remat_kit._presets import presets, unmatched_names
 from remat_kit._trace import jaxprs, survey
 from remat_kit._trace.jaxprs import CallKind
 from remat_kit._trace.levels import Level
+from remat_kit._trace.recomputed import Again
 from remat_kit._units import printable
 from remat_kit._verify.finding import Hit, Where
 from remat_kit._verify.regions import Region, chain_of
@@ -185,7 +186,7 @@ def named_too_late(s: Subject) -> Iterator[Hit]:
     costs: dict[tuple[int, str], int] = {}
     places: dict[tuple[int, str], tuple[int, ...]] = {}
     for x in s.again:
-        if not x.chain or not x.flops:
+        if not x.chain or not x.flops or not _read(x):
             continue
         origin = tagged.origins[x.chain[-1]].eqn
         if jaxprs.op_of(origin) != jaxprs.op_of(x.eqn) or any(
@@ -211,3 +212,8 @@ def named_too_late(s: Subject) -> Iterator[Hit]:
             "Apply the policy with rk.apply or rk.remat, which name the value that the derivative reads; or keep the "
             f"operation itself ('save op={op}').",
         )
+
+
+def _read(x: Again) -> bool:
+    """Whether anything but a name reads a result: what only gets its name again is dropped by the compiler."""
+    return any(jaxprs.name_of(e) is None for v in x.eqn.outvars for e, _ in x.level.readers.get(v, ()))

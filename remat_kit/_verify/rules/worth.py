@@ -11,7 +11,7 @@ from remat_kit._trace.levels import VIEWS
 from remat_kit._trace.provenance import identical
 from remat_kit._verify.finding import Hit, Where
 from remat_kit._verify.rule import rule
-from remat_kit._verify.spared import spared
+from remat_kit._verify.spared import Spared, spared
 from remat_kit._verify.subject import Kept, Subject, Unavailable
 
 _LARGE = 0.1  # of all that is kept
@@ -61,7 +61,10 @@ def cheap(s: Subject) -> Iterator[Hit]:
         raise Unavailable("")
     found = []
     last = next(r for r in reversed(s.regions) if r.outer is None)
-    for group in _lines(k for k in s.kept if not _handed_on(s, k) and not last.precedes(k.chain)):
+    applied = () if s.loss.applied is None else s.loss.applied.blocks
+    left_out = {c.path for c, policy in applied if not policy.remat}
+    looked_at = (k for k in s.kept if not _handed_on(s, k) and not last.precedes(k.chain))
+    for group in _lines(k for k in looked_at if s.place(k.chain).block not in left_out):
         entries = [k.found.entry for k in group]
         size, flops = sum(e.bytes for e in entries), sum(e.recompute_flops or 0 for e in entries)
         if size >= _LARGE * s.kept_bytes and flops <= _CHEAP * size:
@@ -89,7 +92,7 @@ def dear(s: Subject) -> Iterator[Hit]:
     total = sum(x.flops for x in s.again)
     lines: dict[tuple[str, str, int], tuple[Where, int, int]] = {}
     for x in spared(s.lin) if total else ():
-        if not x.chain or not x.bytes or x.flops < x.bytes:
+        if not x.chain or not x.bytes or x.flops < x.bytes or _is_mask(s, x):
             continue
         where, op = s.origin(s.lin, x.chain), s.lin.tagged.op(x.chain[-1])
         _, size, flops = lines.get((op, where.file, where.line), (where, 0, 0))
@@ -105,6 +108,11 @@ def dear(s: Subject) -> Iterator[Hit]:
             {"result_bytes": size, "recomputed_flops": flops, "of_all_recomputed_flops": total},
             "Keep it: give it a name and save that.",
         )
+
+
+def _is_mask(s: Subject, x: Spared) -> bool:
+    """Whether a value is one of bools: those of dropout have a rule of their own."""
+    return all(v.aval.dtype == bool for v in s.lin.tagged.origins[x.chain[-1]].eqn.outvars if hasattr(v.aval, "dtype"))
 
 
 def _handed_on(s: Subject, k: Kept) -> bool:
