@@ -25,7 +25,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.colors import to_rgba  # noqa: E402
 
 OPTIMIZED = True
-IGNORES_OFFLOAD = jax.__version_info__ < (0, 11) and jax.config.read("jax_remat3")
+IGNORES_OFFLOAD = jax.__version_info__ < (0, 11) and jax.config.jax_remat3
 GPT = dict(layers=3, batch=2, length=32, width=32, heads=2, vocab=64, dtype="float32", abstract=True)
 
 

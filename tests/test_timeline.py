@@ -16,7 +16,7 @@ from remat_kit._target.measurement import Measurement
 from remat_kit._target.timeline import CLASSES, Schedule, modules
 
 OPTIMIZED = True
-OLD_REMAT3 = jax.__version_info__ < (0, 11) and jax.config.read("jax_remat3")  # ignores offloading, loses scopes
+OLD_REMAT3 = jax.__version_info__ < (0, 11) and jax.config.jax_remat3  # ignores offloading, loses scopes
 WIDTH, ROWS, LAYERS = 64, 512, 6
 W = {"a": jax.ShapeDtypeStruct((LAYERS, WIDTH, 4 * WIDTH), jnp.float32)}
 W["b"] = jax.ShapeDtypeStruct((LAYERS, 4 * WIDTH, WIDTH), jnp.float32)

@@ -200,7 +200,7 @@ def _identity(target: Target) -> str:
     chip = target.chip.topology if target.chip is not None else ""
     settings = [str(getattr(jax.config, name, None)) for name in _SETTINGS] if target.attached else []
     flags = _FLAGS_HERE if target.attached else remote.flags()
-    return repr((target.platform, target.topology, chip, kinds, flags, settings, _versions()))
+    return repr((target.platform, target.topology, target.device_count, chip, kinds, flags, settings, _versions()))
 
 
 def _read(data: dict[str, Any] | None, places: str) -> Compiled | None:
