@@ -112,7 +112,8 @@ def dear(s: Subject) -> Iterator[Hit]:
 
 def _is_mask(s: Subject, x: Spared) -> bool:
     """Whether a value is one of bools: those of dropout have a rule of their own."""
-    return all(v.aval.dtype == bool for v in s.lin.tagged.origins[x.chain[-1]].eqn.outvars if hasattr(v.aval, "dtype"))
+    made = s.lin.tagged.origins[x.chain[-1]].eqn.outvars
+    return all(getattr(v.aval, "dtype", None) == bool for v in made)
 
 
 def _handed_on(s: Subject, k: Kept) -> bool:
