@@ -113,7 +113,7 @@ def dear(s: Subject) -> Iterator[Hit]:
 def _is_mask(s: Subject, x: Spared) -> bool:
     """Whether a value is one of bools: those of dropout have a rule of their own."""
     made = s.lin.tagged.origins[x.chain[-1]].eqn.outvars
-    return all(getattr(v.aval, "dtype", None) == bool for v in made)
+    return all(str(getattr(v.aval, "dtype", "")) == "bool" for v in made)
 
 
 def _handed_on(s: Subject, k: Kept) -> bool:
