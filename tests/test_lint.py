@@ -51,7 +51,7 @@ def run(program: str) -> tuple[rk.Findings, str]:
 # What a page says is otherwise under jax_remat3: code -> what its two programs give there.
 OTHERWISE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
 if REMAT3:
-    OTHERWISE["RK010"] = ("RK010",), ("RK009", "RK010")
+    OTHERWISE["RK010"] = ("RK010",), ("RK009", "RK010", "RK024")
 if OLD_REMAT3:
     OTHERWISE["RK012"] = (), ()
     OTHERWISE["RK014"] = (), ()
@@ -275,7 +275,8 @@ def encoder_and_decoder(weights, x):
 @pytest.mark.parametrize("name", WELL_MADE)
 def test_nothing_is_found_in_a_program_that_is_made_well(name):
     fun, *args = WELL_MADE[name]()
-    found = rk.lint(fun, *args)
+    # Replays of jax_remat3 hand on what they then drop, so that RK025 cannot tell what is computed for nothing there.
+    found = rk.lint(fun, *args, ignore=["RK025"] if REMAT3 else [])
     assert not found.codes, str(found)
     assert not found.notes
 
