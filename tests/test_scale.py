@@ -48,8 +48,8 @@ def test_work_grows_with_the_equations(verb, program):
         return marked, (params, x)
 
     VERBS[verb](*_flat(made(3)))  # what is imported and set up once
-    few, more, most = (calls(verb, *made(n)) for n in (4, 12, 28))
-    assert most - more < 2.3 * (more - few)  # twice as many equations more
+    few, many = (calls(verb, *made(n)) / n for n in (16, 64))
+    assert many < 1.1 * few  # for each equation no more
 
 
 def _flat(program):
@@ -66,6 +66,8 @@ def test_ten_thousand_equations():
     loss, args = deep.chain(5_000)
     report = rk.residuals(loss, *args)
     assert report.total_bytes == 5_000 * 8 * 4  # a cosine for each sine
+    # and for its argument again the product, the sines and factors so far, of eight numbers each
+    assert sorted(e.recompute_flops for e in report.entries if e.action == "saved") == [8 * (2 + 2 * i) for i in range(5_000)]
 
 
 def _head_flops():
@@ -75,7 +77,8 @@ def _head_flops():
 
 
 LEVELS = {"jit": (deep.in_jit, 40), "scan": (deep.in_scan, 10), "cond": (deep.in_cond, 15)}
-LEVELS["checkpoint"] = (deep.in_checkpoint, 25)
+# Under jax_remat3 JAX's name stacks grow by a factor of 3.5 with each level.
+LEVELS["checkpoint"] = (deep.in_checkpoint, 8 if jax.config.jax_remat3 else 25)
 
 
 @EVERY_VERB

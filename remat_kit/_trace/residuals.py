@@ -11,7 +11,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from remat_kit._trace import cost, jaxprs
+from remat_kit._trace import jaxprs
+from remat_kit._trace.cones import Cones
 from remat_kit._trace.jaxprs import CallKind, JaxprEqn, Literal, Var
 from remat_kit._trace.levels import VIEWS, Level, Source, trace_back
 from remat_kit._trace.linearized import Linearized
@@ -50,6 +51,7 @@ def read(
     for number, (_, _, s) in enumerate(sources):
         for level, var in s.points:
             places.setdefault((id(level), var), number)
+    again = Cones(lambda level, var: not isinstance(var, Var) or (id(level), var) in places)
     found = []
     for number, (var, indices, s) in enumerate(sources):
         tags = lin.tagged
@@ -71,7 +73,7 @@ def read(
             local = total if position is None else (device_bytes or {}).get(position, total)
         else:
             local = _local_bytes(aval, s)
-            flops = _recompute_flops(s, number, places)
+            flops = _recompute_flops(s, number, places, again)
             if position is not None or s.kind == "constant":  # handed on as it is: a second copy at most
                 copy_of = "constant" if position is None else labels[position]
         entry = Residual(
@@ -153,55 +155,17 @@ def _local_bytes(aval: Any, s: Source) -> int:
 # What recomputing costs ---------------------------------------------------------------------------
 
 
-def _recompute_flops(s: Source, number: int, places: Mapping[tuple[int, Any], int]) -> int:
+def _recompute_flops(s: Source, number: int, places: Mapping[tuple[int, Any], int], again: Cones) -> int:
     """FLOPs to make a value again from what else is kept and the inputs of its loop body."""
+    start = s.var
     if s.eqn is None:
         # A carried value is made by one iteration; it cannot be had for less.
         if s.kind != "carry" or s.level.call is None:
             return 0
-        i = s.level.positions[s.var] - s.level.call.num_consts
-        start = s.level.jaxpr.outvars[i]
-    else:
-        start = s.var
-    if not isinstance(start, Var):
+        start = s.level.jaxpr.outvars[s.level.positions[s.var] - s.level.call.num_consts]
+    if not isinstance(start, Var) or places.get((id(s.level), start), number) != number:
         return 0
-    seen: set[tuple[int, Any]] = set()
-    todo: list[tuple[Level, Any]] = [(s.level, start)]
-    done: set[tuple[int, int]] = set()
-    flops = 0
-    while todo:
-        level, var = todo.pop()
-        if not isinstance(var, Var) or (id(level), var) in seen:
-            continue
-        seen.add((id(level), var))
-        if places.get((id(level), var), number) != number:
-            continue
-        made = level.producers.get(var)
-        if made is None:
-            todo.extend(_outer(level, var))
-            continue
-        eqn, index = made
-        inner = [c for c in level.children(eqn) if c.call is not None and _through(c.call.kind)]
-        if inner and index < len(inner[0].jaxpr.outvars):
-            todo.append((inner[0], inner[0].jaxpr.outvars[index]))
-            continue
-        if (id(level), id(eqn)) not in done:
-            done.add((id(level), id(eqn)))
-            flops += cost.eqn_flops(eqn) * level.trips
-        todo.extend((level, v) for v in eqn.invars)
-    return flops
-
-
-def _through(kind: CallKind) -> bool:
-    return kind in (CallKind.JIT, CallKind.REMAT, CallKind.CUSTOM, CallKind.SHARD_MAP)
-
-
-def _outer(level: Level, var: Var) -> list[tuple[Level, Any]]:
-    call = level.call
-    if call is None or level.parent is None or level.eqn is None or not _through(call.kind):
-        return []
-    position = level.positions.get(var)
-    return [] if position is None else [(level.parent, level.eqn.invars[call.operands[position]])]
+    return again.flops(s.level, start)
 
 
 # Who needs it -------------------------------------------------------------------------------------
