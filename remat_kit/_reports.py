@@ -74,11 +74,11 @@ def report(loss: Loss) -> Residuals:
       RematError: where reverse mode cannot differentiate the function.
     """
     call, traced, jaxpr, applied = loss.call, loss.traced, loss.jaxpr, loss.applied
+    lin = differentiable(lambda: linearize(jaxpr, list(loss.differentiated), list(loss.outputs)))
     if applied is None:
-        chosen = default.default_blocks(traced, blocks.find(traced.jaxpr))
+        chosen = default.default_blocks(traced, blocks.find(traced.jaxpr), lin)
     else:
         chosen = [c for c, _ in applied.blocks]
-    lin = differentiable(lambda: linearize(jaxpr, list(loss.differentiated), list(loss.outputs)))
 
     holders = Holders(chosen)
 

@@ -12,13 +12,19 @@ from remat_kit._trace.linearized import Linearized, linearize
 from remat_kit._trace.tracing import Traced
 
 
-def default_blocks(traced: Traced, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Chooses blocks by where the residuals of the program, taken without any remat, lie."""
+def default_blocks(traced: Traced, candidates: Sequence[Candidate], lin: Linearized | None = None) -> list[Candidate]:
+    """Chooses blocks by where the residuals of the program, taken without any remat, lie.
+
+    Args:
+      lin: the program differentiated, where that was done already: it is not done again if it would be the same.
+    """
     owner = jaxprs.opened(traced.jaxpr)
-    differentiated = [jaxprs.is_inexact(v.aval) for v in owner.invars]
-    outputs = [jaxprs.is_inexact(v.aval) for v in owner.outvars]
+    differentiated = tuple(jaxprs.is_inexact(v.aval) for v in owner.invars)
+    outputs = tuple(jaxprs.is_inexact(v.aval) for v in owner.outvars)
     if not any(differentiated) or not any(outputs):
         return blocks.segments(traced.jaxpr)
+    if lin is not None and not lin.tagged.regions and (lin.differentiated, lin.outputs) == (differentiated, outputs):
+        return blocks.choose(traced.jaxpr, candidates, kept(lin))
     try:
         lin = linearize(traced.jaxpr, differentiated, outputs, without_remat=True, backward=False)
     except (NotImplementedError, TypeError, ValueError):  # a while loop or callback: forward mode may still work

@@ -22,12 +22,15 @@ class Linearized:
       backward: the backward pass as a program of those outputs and the cotangents; None if not asked for.
       kept: for each distinct non-literal value handed over, its variable in `forward` and the indices of the
         inputs of `backward` that read it.
+      differentiated, outputs: with respect to which inputs, and which of the results.
     """
 
     tagged: provenance.Tagged
     forward: Any
     backward: Any
     kept: tuple[tuple[Any, tuple[int, ...]], ...]
+    differentiated: tuple[bool, ...]
+    outputs: tuple[bool, ...]
 
 
 def linearize(
@@ -82,7 +85,8 @@ def linearize(
     for i, v in handed.items():
         if not isinstance(v, Literal):
             kept.setdefault(v, []).append(i)
-    return Linearized(tagged, forward, pulled, tuple((v, tuple(i)) for v, i in kept.items()))
+    values_kept = tuple((v, tuple(i)) for v, i in kept.items())
+    return Linearized(tagged, forward, pulled, values_kept, tuple(differentiated), tuple(outputs))
 
 
 def _select(items: Sequence[Any], which: Sequence[bool]) -> list[Any]:

@@ -31,10 +31,12 @@ class Tagged:
     Attributes:
       jaxpr: the numbered program, closed.
       origins: what each number stands for.
+      regions: whether there are `jax.checkpoint` regions in it.
     """
 
     jaxpr: Any
     origins: list[Origin]
+    regions: bool = False
     _known: dict[int, tuple[dict[Var, frozenset[Var]], dict[Var, str]]] = dataclasses.field(default_factory=dict)
 
     def _named(self, owner: Any) -> tuple[dict[Var, frozenset[Var]], dict[Var, str]]:
@@ -121,8 +123,10 @@ def tag(jaxpr: Any, *, without_remat: bool = False) -> Tagged:
     """
     origins: list[Origin] = []
     done: dict[int, Any] = {}
+    regions = False
 
     def visit(closed: Any) -> Any:
+        nonlocal regions
         owner = jaxprs.opened(closed)
         if id(owner) in done:
             return done[id(owner)]
@@ -131,16 +135,17 @@ def tag(jaxpr: Any, *, without_remat: bool = False) -> Tagged:
             number = len(origins)
             origins.append(Origin(e, owner))
             nested = {c.key: visit(c.jaxpr) for c in jaxprs.calls(e) if c.kind is not jaxprs.CallKind.OPAQUE}
-            region = jaxprs.remat_region(e) if without_remat else None
-            if region is not None and not region.differentiated:
+            region = jaxprs.remat_region(e)
+            if without_remat and region is not None and not region.differentiated:
                 new = jaxprs.as_jit(e, nested["jaxpr", None])
             else:
+                regions = regions or region is not None
                 new = e.replace(params=jaxprs.with_programs(e, nested)) if nested else e
             eqns.append(jaxprs.with_scopes(new, (f"{_TAG}{number}",)))
         done[id(owner)] = jaxprs.replace_eqns(closed, eqns)
         return done[id(owner)]
 
-    return Tagged(visit(jaxpr), origins)
+    return Tagged(visit(jaxpr), origins, regions)
 
 
 def tags(eqn: JaxprEqn) -> tuple[int, ...]:

@@ -38,40 +38,62 @@ def impurities(fun: Callable[..., Any], first: Traced, trace: Callable[[], Trace
       first: its first trace.
       trace: traces it again.
     """
-    known = list(_tracers())
     generators = _generators()
-    with _anew(next(_traces)), _later():
-        second = trace()
-    used = [name for name, state in _generators().items() if state != generators[name]]
-    found = []
-    if first.outputs.reusable and second.outputs.reusable and first.outputs != second.outputs:
-        found.append("Traced twice, the function returns two structures, or two values that are no arrays.")
-    difference = first_difference(first.jaxpr, second.jaxpr)
-    if difference is not None:
-        what, eqn = difference
-        where = f" at {_line(eqn)}" if eqn is not None and _line(eqn) else ""
-        cause = (
-            f"It draws from {' and '.join(used)}."
-            if used
-            else ("It depends on more than its arguments: Python state that changes, the time, an unseeded generator.")
-        )
-        found.append(f"Traced twice, the function is two programs: they first differ{where}, {what}. {cause}")
-    elif used:
-        found.append(f"While it is traced, the function draws from {' and '.join(used)}.")
-    del second, difference
-    gc.collect()
-    ids = set(map(id, known))
-    leaked = [t for t in _tracers() if id(t) not in ids]
+    found: list[str] = []
+    with leaks(fun) as leaked:
+        with _later():
+            second = trace()
+        used = [name for name, state in _generators().items() if state != generators[name]]
+        if first.outputs.reusable and second.outputs.reusable and first.outputs != second.outputs:
+            found.append("Traced twice, the function returns two structures, or two values that are no arrays.")
+        difference = first_difference(first.jaxpr, second.jaxpr)
+        if difference is not None:
+            what, eqn = difference
+            where = f" at {_line(eqn)}" if eqn is not None and _line(eqn) else ""
+            cause = (
+                f"It draws from {' and '.join(used)}."
+                if used
+                else (
+                    "It depends on more than its arguments: Python state that changes, the time, an unseeded generator."
+                )
+            )
+            found.append(f"Traced twice, the function is two programs: they first differ{where}, {what}. {cause}")
+            del eqn
+        elif used:
+            found.append(f"While it is traced, the function draws from {' and '.join(used)}.")
+        del second, difference
     if leaked:
-        line = next(filter(None, map(jaxprs.tracer_line, leaked)), "")
-        holder = _holder(fun)
         found.append(
-            "The function leaks a traced value"
-            + (f" into {holder}" if holder else "")
-            + (f", made at {line}" if line else "")
-            + ": used later it is an error, and under remat it may be one of several traces. Return it instead."
+            f"The function leaks a traced value{leaked[0]}: used later it is an error, and under remat it may be one "
+            "of several traces. Return it instead."
         )
     return found
+
+
+@contextlib.contextmanager
+def leaks(fun: Callable[..., Any]) -> Iterator[list[str]]:
+    """Finds the traced values that outlive what is traced inside, in which nothing is taken from JAX's caches.
+
+    `jax.checking_leaks` looks for what refers to every traced value in turn, which takes minutes in a large process.
+
+    Args:
+      fun: the function that is traced, for the names of what it captures.
+
+    Yields:
+      A list that stays empty where there are none; else where one of them is held and made, as far as that is known,
+      ``" into history, made at model.py:9 (layer)"``.
+    """
+    known = list(_tracers())
+    found: list[str] = []
+    with _anew(next(_traces)):
+        yield found
+    gc.collect()
+    ids = set(map(id, known))
+    left = [t for t in _tracers() if id(t) not in ids]
+    if left:
+        holder, held = _holder(fun, set(map(id, left)))
+        line = next(filter(None, map(jaxprs.tracer_line, [held, *left])), "")
+        found.append((f" into {holder}" if holder else "") + (f", made at {line}" if line else ""))
 
 
 @contextlib.contextmanager
@@ -102,8 +124,8 @@ def _generators() -> dict[str, Any]:
     return {"Python's random": random.getstate(), "NumPy's global generator": repr(np.random.get_state(legacy=False))}
 
 
-def _holder(fun: Any) -> str:
-    """The name of what a function captures that holds a traced value, or the empty string."""
+def _holder(fun: Any, leaked: set[int]) -> tuple[str, Any]:
+    """The name of what a function captures that holds one of the traced values, and that value; or "" and None."""
     seen: set[int] = set()
     todo: list[tuple[str, Any]] = list(_captures(fun))
     while todo:
@@ -111,6 +133,8 @@ def _holder(fun: Any) -> str:
         if id(value) in seen or len(seen) > 10_000:
             continue
         seen.add(id(value))
+        if id(value) in leaked:
+            return name, value
         if isinstance(value, (list, tuple, set)):
             held = [(name, x) for x in value]
         elif isinstance(value, dict):
@@ -120,10 +144,8 @@ def _holder(fun: Any) -> str:
         else:
             held = [(f"{name}.{k}", x) for k, x in getattr(value, "__dict__", {}).items()]
             held = [] if isinstance(value, (type, types.ModuleType)) else held
-        if any(jaxprs.is_tracer(x) for _, x in held):
-            return next(n for n, x in held if jaxprs.is_tracer(x))
         todo += held
-    return ""
+    return "", None
 
 
 def _captures(fun: Any) -> Iterator[tuple[str, Any]]:

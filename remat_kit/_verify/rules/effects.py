@@ -9,6 +9,7 @@ import jax
 from remat_kit._trace import jaxprs, tracing
 from remat_kit._trace.recomputed import Again
 from remat_kit._verify.finding import Hit, Where
+from remat_kit._verify.purity import leaks
 from remat_kit._verify.regions import chain_of
 from remat_kit._verify.rule import rule
 from remat_kit._verify.subject import Subject, Unavailable
@@ -89,18 +90,16 @@ def written_twice(s: Subject) -> Iterator[Hit]:
     "no value and fails when it is used; under remat it may be one of another trace each time.",
 )
 def leaked(s: Subject) -> Iterator[Hit]:
-    """Traces the function once more with JAX's own check for leaks."""
+    """Traces the function once more and looks for what is left of it."""
+    advice = "Return the value instead of keeping it: as an auxiliary output, with sow, or in NNX state."
     try:
-        with jax.checking_leaks():
+        with leaks(s.call.fun) as found:
             tracing.trace(lambda *args, **kwargs: s.call.fun(*args, **kwargs), s.call.args, s.call.kwargs)
+    except jax.errors.UnexpectedTracerError:
+        yield Hit(Where(), "a traced value outlives the function: it is used in a second call.", {}, advice)
     except Exception as error:
-        text = str(error)
-        if "Leaked" not in text and not isinstance(error, jax.errors.UnexpectedTracerError):
-            raise Unavailable(f"the function cannot be traced a second time: {text.splitlines()[0][:300]}") from error
-        line = next((x.strip() for x in text.splitlines() if "Leaked" in x), "it is used in a second call.")
-        yield Hit(
-            Where(),
-            f"a traced value outlives the function: {line[:300]}",
-            {},
-            "Return the value instead of keeping it: as an auxiliary output, with sow, or in NNX state.",
-        )
+        reason = str(error).splitlines()[0][:300]
+        raise Unavailable(f"the function cannot be traced a second time: {reason}") from error
+    else:
+        for where in found:
+            yield Hit(Where(), f"a traced value outlives the function{where}.", {}, advice)
