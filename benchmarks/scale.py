@@ -1,6 +1,6 @@
 """Deep unrolled programs: what reports, lint and plans cost by the number of equations.
 
-    python benchmarks/scale.py                                     # up to 100,000 equations, each in a process of its own
+    python benchmarks/scale.py                                   # up to 100,000 equations, each in its own process
     python benchmarks/scale.py --equations 1000 10000 --verbs lint
 
 CPU time is counted, as the machine may be shared; `grad` is JAX alone, tracing the loss and its derivative. Nothing is

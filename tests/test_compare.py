@@ -125,6 +125,7 @@ def test_timed():
 # Chips that are not here -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target", [pytest.param("tpu:v5e", marks=pytest.mark.tpu), pytest.param("cuda:h200", marks=pytest.mark.cuda)]
 )

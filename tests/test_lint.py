@@ -58,7 +58,12 @@ if OLD_REMAT3:
 COMPILED = {"RK013", "RK014", "RK026"}  # figures of the compiler's, which differ by version
 
 
-@pytest.mark.parametrize("code", RULES)
+PAGES_OF_RULES = pytest.mark.parametrize(
+    "code", [pytest.param(c, marks=pytest.mark.tpu if 'target="tpu' in "".join(blocks(c)[:2]) else ()) for c in RULES]
+)
+
+
+@PAGES_OF_RULES
 def test_the_first_program_of_a_page_is_found(code):
     found, printed = run(blocks(code)[0])
     if code in OTHERWISE:
@@ -66,16 +71,13 @@ def test_the_first_program_of_a_page_is_found(code):
         return
     assert code in found.codes
     assert all(f.change and f.why and f.what for f in found)
-    if not REMAT3 and jax.__version_info__ >= (
-        0,
-        12,
-    ):  # which print other figures, as it keeps and repeats other values
+    if not REMAT3 and jax.__version_info__ >= (0, 12):  # others keep and repeat other values, so figures differ
         text = blocks(code)[2]
         figures = r"[\d.]+( [KMG]?i?B| [kMG]?FLOP)?" if code in COMPILED else r"$^"
         assert re.sub(figures, "0", printed).split() == re.sub(figures, "0", text).split()
 
 
-@pytest.mark.parametrize("code", RULES)
+@PAGES_OF_RULES
 def test_the_second_program_of_a_page_is_not(code):
     assert run(blocks(code)[1])[0].codes == OTHERWISE.get(code, ((), ()))[1]
 

@@ -61,7 +61,8 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("kind", MODES)
+# A policy for each step compiles each step: dear.
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if k == "each" else ()) for k in MODES])
 @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
 @hypothesis.given(
     length=st.integers(1, 40),

@@ -38,7 +38,7 @@ def total(owner, cuts):
     return sum(jaxprs.nbytes(v.aval) for v in handed_on) + max(held)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow if n > 2 else ()) for n in range(12)])
 def test_no_other_cuts_are_better(seed):
     owner = program(seed)
     places = narrow._places(owner, narrow._spans(owner), np.arange(len(owner.eqns) + 1))

@@ -27,7 +27,7 @@ from tests.plans import (
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(m, marks=pytest.mark.slow if m != "gpt" else ()) for m in MODELS])
 def test_gradients_of_plans_equal_those_without_remat(name):
     fn, args = model(name)
     wanted = gradients(fn, args)

@@ -147,6 +147,7 @@ def test_programs_that_were_wrong(steps, policy):
     check(found)
 
 
+@pytest.mark.slow
 def test_loops_change_nothing():
     check(survey(60, seed=6, depth=1, longest=1, ways=("jit", "jit", *WAYS)))  # the quickest way most often
 

@@ -29,6 +29,7 @@ def calls(verb, fn, args):
     return pstats.Stats(profile).total_calls  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.slow
 @EVERY_VERB
 @pytest.mark.parametrize("program", ["layers", "blocks", "chain"])
 def test_work_grows_with_the_equations(verb, program):
@@ -67,7 +68,9 @@ def test_ten_thousand_equations():
     report = rk.residuals(loss, *args)
     assert report.total_bytes == 5_000 * 8 * 4  # a cosine for each sine
     # and for its argument again the product, the sines and factors so far, of eight numbers each
-    assert sorted(e.recompute_flops for e in report.entries if e.action == "saved") == [8 * (2 + 2 * i) for i in range(5_000)]
+    assert sorted(e.recompute_flops for e in report.entries if e.action == "saved") == [
+        8 * (2 + 2 * i) for i in range(5_000)
+    ]
 
 
 def _head_flops():

@@ -16,7 +16,8 @@ from remat_kit._target.measurement import Measurement
 from remat_kit._target.timeline import CLASSES, Schedule, modules
 
 OPTIMIZED = True
-OLD_REMAT3 = jax.__version_info__ < (0, 11) and jax.config.jax_remat3  # ignores offloading, loses scopes
+REMAT3 = jax.config.jax_remat3  # loses scopes in loops
+OLD_REMAT3 = jax.__version_info__ < (0, 11) and REMAT3  # ignores offloading
 WIDTH, ROWS, LAYERS = 64, 512, 6
 W = {"a": jax.ShapeDtypeStruct((LAYERS, WIDTH, 4 * WIDTH), jnp.float32)}
 W["b"] = jax.ShapeDtypeStruct((LAYERS, 4 * WIDTH, WIDTH), jnp.float32)
@@ -82,7 +83,10 @@ def test_classes_tell_remat_from_none():
 
 def test_loops_have_their_trip_counts_and_say_what_they_run():
     t = measured("scanned", "full").timeline
-    assert [(loop.trips, loop.path) for loop in t.loops] == [(LAYERS, "layer"), (LAYERS, "" if jax.config.jax_remat3 else "layer")]
+    assert [(loop.trips, loop.path) for loop in t.loops] == [
+        (LAYERS, "layer"),
+        (LAYERS, "" if jax.config.jax_remat3 else "layer"),
+    ]
     forward, backward = t.loops
     assert forward.end <= t.turn <= backward.start
     phases = {s.phase for s in t.steps[forward.start : forward.end]}
@@ -302,7 +306,10 @@ def test_slices_nest_and_name_passes_loops_modules_and_instructions(saved):
         open_until.append(e["ts"] + e["dur"])
     passes = [(e["name"], e["ts"], e["dur"]) for e in slices if e["cat"] == "pass"]
     assert passes == [("forward", 0, t.turn), ("backward", t.turn, len(t.steps) - t.turn)]
-    assert [e["name"] for e in slices if e["cat"] == "loop"] == ["layers x3", "loop x3" if jax.config.jax_remat3 else "layers x3"]
+    assert [e["name"] for e in slices if e["cat"] == "loop"] == [
+        "layers x3",
+        "loop x3" if jax.config.jax_remat3 else "layers x3",
+    ]
     assert {"attention", "mlp", "final_norm"} <= {e["name"] for e in slices if e["cat"] == "module"}
     operations = [e for e in slices if e["cat"] == "operation"]
     assert [e["args"]["instruction"] for e in operations] == [s.name for s in t.steps]
