@@ -19,7 +19,8 @@ class Linearized:
     Attributes:
       tagged: the original program, numbered.
       forward: what `jax.vjp` runs, closed; its last outputs are what the backward pass is handed.
-      backward: the backward pass as a program of those outputs and the cotangents; None if not asked for.
+      backward: the backward pass as a program of those outputs and the cotangents, without dead code; None if not
+        asked for.
       kept: for each distinct non-literal value handed over, its variable in `forward` and the indices of the
         inputs of `backward` that read it.
       differentiated, outputs: with respect to which inputs, and which of the results.
@@ -80,7 +81,8 @@ def linearize(
         return jax.tree.leaves(pullback(list(xs[count:])))
 
     avals = [handed[i].aval if i in handed else t for i, t in enumerate(types)]
-    pulled = jaxprs.trace(pull, [*avals, *cotangents]) if backward else None
+    # jax_remat3 computes things again that nothing reads then.
+    pulled = jaxprs.without_dead_code(jaxprs.trace(pull, [*avals, *cotangents])) if backward else None
     kept: dict[Any, list[int]] = {}
     for i, v in handed.items():
         if not isinstance(v, Literal):

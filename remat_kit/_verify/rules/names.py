@@ -183,6 +183,9 @@ def _names_outside(s: Subject) -> frozenset[str]:
 def named_too_late(s: Subject) -> Iterator[Hit]:
     """Values that are kept by name, and whose operation runs again all the same."""
     tagged = s.lin.tagged
+    kept: dict[tuple[int, ...], set[str]] = {}  # a value of the same name elsewhere may well be kept
+    for k in s.kept:
+        kept.setdefault(k.found.source.chain, set()).update(k.found.entry.names)
     costs: dict[tuple[int, str], int] = {}
     places: dict[tuple[int, str], tuple[int, ...]] = {}
     for x in s.again:
@@ -194,7 +197,7 @@ def named_too_late(s: Subject) -> Iterator[Hit]:
         ):
             continue
         for i in range(len(origin.outvars)):
-            for name in set(tagged.names(x.chain, i)) & s.kept_names:
+            for name in set(tagged.names(x.chain, i)) & kept.get(x.chain, set()):
                 key = x.chain[-1], name
                 costs[key] = costs.get(key, 0) + x.flops
                 places[key] = x.chain
