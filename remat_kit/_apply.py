@@ -309,7 +309,7 @@ def apply(fun: Callable[..., Any], policy: Policies) -> Callable[..., Any]:
     def applied(*args: Any, **kwargs: Any) -> Any:
         with _adapters.adapted(fun, args, kwargs) as call:
             leaves, traced, program = _program(call, rules, cache)
-            with _limits.effects_said():
+            with _limits.refusals_said():
                 results = jaxprs.evaluate(program, *leaves)
             return call.finish(traced.outputs.merge(results))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -31,6 +32,10 @@ class UnsupportedEffectError(RematError, NotImplementedError):
     """A rematerialized function has an effect that JAX does not repeat, and is differentiated."""
 
 
+class UnsupportedVmapError(RematError, NotImplementedError):
+    """A rematerialized function with checkpoint names is mapped by an implementation of remat that cannot do so."""
+
+
 class RematWarning(UserWarning):
     """Something was asked for that has no effect, or another effect than it seems to have."""
 
@@ -43,3 +48,9 @@ def near_matches(word: str, known: Iterable[str]) -> str:
     if not found:
         return ""
     return " Did you mean " + " or ".join(repr(folded[f]) for f in found) + "?"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error of JAX's, which shows objects by the name of their class instead of their address."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    return re.sub(r"<(?:\w+\.)*(\w+) object at 0x\w+>", r"\1", line)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from remat_kit._errors import RematError, RematWarning, UnsupportedEffectError
+from remat_kit._errors import RematError, RematWarning, UnsupportedEffectError, UnsupportedVmapError, first_line
 from remat_kit._naming import values
 from remat_kit._policy import Action, Policy
 from remat_kit._trace import jaxprs, survey
@@ -69,22 +69,28 @@ def check(policy: Policy, jaxpr: Any, *, chosen_cse: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def effects_said() -> Iterator[None]:
-    """Says what JAX refuses where a region is differentiated whose effects it does not repeat (`io_callback`).
+def refusals_said() -> Iterator[None]:
+    """Says what JAX refuses while a region is bound: effects that it does not repeat, and names that it cannot map.
 
-    JAX refuses when it splits the region in two, which is here unless the derivative is taken of a `jax.jit` or a loop
-    around the region; there its own error is seen.
+    JAX refuses effects when it splits the region in two, which is here unless the derivative is taken of a `jax.jit` or
+    a loop around the region; there its own error is seen.
     """
     try:
         yield
     except NotImplementedError as error:
-        if "Effects not supported" not in str(error):
-            raise
-        raise UnsupportedEffectError(
-            f"{str(error).splitlines()[0][:300]}. Recomputation would repeat them. Use jax.debug.callback for what may "
-            "run twice or jax.pure_callback for what has no side effects, move the call out of the function, or leave "
-            "this part without remat."
-        ) from error
+        if "Effects not supported" in str(error):
+            raise UnsupportedEffectError(
+                f"{first_line(error)}. Recomputation would repeat them. Use jax.debug.callback for what may run twice "
+                "or jax.pure_callback for what has no side effects, move the call out of the function, or leave this "
+                "part without remat."
+            ) from error
+        if jaxprs.remat3() and "CheckpointName" in str(error):
+            raise UnsupportedVmapError(
+                f"jax.vmap of a rematerialized function with checkpoint names: jax_remat3 of JAX {jax.__version__} "
+                "cannot map over names, in a function without remat neither. Use the classic implementation "
+                "(jax.config.update('jax_remat3', False)) or a newer JAX."
+            ) from error
+        raise
 
 
 def _reached_in_regions(policy: Policy, jaxpr: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -11,7 +10,7 @@ import jax
 
 from remat_kit import _adapters, _notes
 from remat_kit._apply import Policies
-from remat_kit._errors import RematError
+from remat_kit._errors import RematError, first_line
 from remat_kit._loss import Loss, read
 from remat_kit._naming import is_reserved
 from remat_kit._trace import blocks, default, jaxprs, program, tracing
@@ -118,9 +117,7 @@ def differentiable(read: Callable[[], T]) -> T:
     except RematError:
         raise
     except (ValueError, TypeError, NotImplementedError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        reason = re.sub(r"<(?:\w+\.)*(\w+) object at 0x\w+>", r"\1", reason)
-        raise RematError(f"reverse mode cannot differentiate the function: {reason}") from error
+        raise RematError(f"reverse mode cannot differentiate the function: {first_line(error)}") from error
 
 
 def device_bytes(call: _adapters.Call) -> dict[int, int]:

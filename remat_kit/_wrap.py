@@ -196,7 +196,7 @@ def _run(fun: Any, wanted: Wanted, flags: Any, asked_flags: Any, args: Any, kwar
     else:
         program = jaxprs.subprogram(jaxpr, [eqn], jaxprs.inputs(jaxpr), jaxprs.opened(jaxpr).outvars)
         bound = jaxprs.as_function(program)
-    with _limits.effects_said():
+    with _limits.refusals_said():
         results = bound(*operands)
     return jax.tree.unflatten(jax.tree.structure(out), results)
 

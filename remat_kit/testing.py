@@ -85,7 +85,8 @@ def assert_residuals(
       RematError: as `residuals` does; for neither names nor bytes.
     """
     __tracebackhide__ = True
-    if isinstance(names, str) or (names is None and max_bytes is None):
+    is_list = names is None or (isinstance(names, Iterable) and not isinstance(names, str))
+    if not is_list or (names is None and max_bytes is None):
         raise RematError(f"assert_residuals takes names=[...], max_bytes= or both; got names={names!r}.")
     most = None if max_bytes is None else parse_bytes(max_bytes)
     globs = None if names is None else tuple(names)

@@ -205,9 +205,8 @@ def test_every_public_function_is_in_the_table():
     used = {found[0] for use in USES if (found := re.match(r"[\w.]+", use))}
     functions = {f"rk.{name}" for name in dir(rk) if callable(getattr(rk, name)) and name[0].islower()}
     functions |= {f"rk.zoo.{name}" for name in rk.zoo.names()} | {f"rk.linen.{n}" for n in rk.linen.__all__}
-    functions |= {f"rk.nnx.{name}" for name in rk.nnx.__all__}
-    for later in ("rk.checkpoint", "rk.checkpoint_name", "rk.check", "rk.lint"):  # an alias, JAX's own, and not yet
-        functions.discard(later)
+    functions |= {f"rk.nnx.{name}" for name in rk.nnx.__all__} | {f"rk.testing.{n}" for n in rk.testing.__all__}
+    functions -= {"rk.checkpoint", "rk.checkpoint_name"}  # an alias, and JAX's own
     assert functions <= used, functions - used
 
 

@@ -363,6 +363,7 @@ def test_names_in_forward_rules_are_found_in_any_order():
             assert rk.remat(fn, policy="save name=named")(1.0) == fn(1.0)
 
 
+@pytest.mark.skipif(REMAT3 and EARLY, reason="jax_remat3 of this JAX refuses such rules, in jax.checkpoint too")
 def test_a_forward_rule_that_closes_over_an_array():
     k = jnp.arange(3.0)
 

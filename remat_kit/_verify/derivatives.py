@@ -26,10 +26,10 @@ def chosen(derivatives: Any) -> tuple[str, ...]:
     """Reads which derivatives to compare.
 
     Raises:
-      RematError: for a name that is none of them.
+      RematError: for a name that is none of them, or no name.
     """
     asked = (derivatives,) if isinstance(derivatives, str) else derivatives
-    if not isinstance(asked, (tuple, list, set, frozenset)):
+    if not isinstance(asked, (tuple, list, set, frozenset)) or not asked:
         raise RematError(f"derivatives= takes names of {', '.join(DERIVATIVES)}; got {derivatives!r:.80}.")
     for name in asked:
         if name not in DERIVATIVES:
