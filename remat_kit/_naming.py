@@ -220,7 +220,7 @@ def nameable(
     for index, v in enumerate(eqn.outvars):
         mine = names.get(v, ())
         # A named value is named once more where it is made; where that is outside, at the name itself.
-        again = name is not None and eqn.invars[0] in made
+        again = name is not None and isinstance(eqn.invars[0], Var) and eqn.invars[0] in made
         skip = again or jaxprs.is_ref(v.aval) or not hasattr(v.aval, "dtype") or (nested and not mine)
         out.append(None if skip else facts(eqn, i, index, mine, place, known))
     return out

@@ -376,3 +376,14 @@ def test_a_forward_rule_that_closes_over_an_array():
     wrapped = rk.remat(lambda x: jnp.sum(fn(jnp.exp(x))), policy="save op=exp")
     np.testing.assert_allclose(jax.grad(wrapped)(x), jax.grad(lambda x: jnp.sum(fn(jnp.exp(x))))(x), rtol=1e-6)
     assert rk.residuals(lambda x: jnp.sum(fn(jnp.exp(x))), x, policy="save op=exp").total_bytes >= 12
+
+
+@pytest.mark.parametrize("policy", ["full", "dots", "names", "save op=tanh; recompute rest"])
+def test_a_python_number_may_have_a_name(policy):
+    def fn(x):
+        return jnp.sum(jnp.tanh(x * rk.checkpoint_name(2.0, "two")))
+
+    x = jnp.ones(3)
+    for new in (rk.remat(fn, policy=policy), rk.apply(fn, policy)):
+        np.testing.assert_allclose(jax.grad(new)(x), jax.grad(fn)(x), rtol=1e-6)
+    assert rk.residuals(fn, x, policy=policy).entries
