@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -317,6 +318,58 @@ def test_demo_compares_presets(capsys, monkeypatch):
     _, out, _ = run(capsys, "demo", "--json")
     reports = json.loads(out)["reports"]
     assert reports["full"]["total_bytes"] < reports["dots"]["total_bytes"] < reports["none"]["total_bytes"]
+
+
+def test_demo_writes_a_page_and_a_picture_and_says_where(capsys, monkeypatch, tmp_path):
+    small = {"layers": 2, "batch": 2, "length": 8, "width": 16, "heads": 2}
+    load = _load.load
+    monkeypatch.setattr(_load, "load", lambda spec, settings: load(spec, small))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "300")
+    _, out, _ = run(capsys, "demo")
+    page, picture = sorted(tmp_path.glob("*/residuals.*"))
+    for path, title in ((page, "As a page:"), (picture, "As a picture:")):
+        assert path.stat().st_size > 1000 and re.search(f"{title} +{re.escape(str(path))}", out)
+
+
+# files ---------------------------------------------------------------------------------------------------------------
+
+
+def test_commands_write_the_files_that_are_asked_for_and_say_so(capsys, tmp_path):
+    page, picture, trace = (tmp_path / name for name in ("r.html", "r.svg", "r.json"))
+    asked = [f"--html={page}", f"--plot={picture}"]
+    status, _, err = run(capsys, "residuals", "zoo:gpt", *TINY, *asked)
+    assert status == 0 and f"wrote {page}" in err and f"wrote {picture}" in err
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>") and "<svg" in picture.read_text()
+    page.unlink()
+    status, _, err = run(capsys, "residuals", "zoo:gpt", *TINY, "--by=op", f"--html={page}")
+    assert status == 0 and page.exists()
+    status, _, err = run(capsys, "measure", "zoo:gpt", *TINY, "--target=cpu", *asked, f"--timeline={trace}")
+    assert status == 0 and f"wrote {trace}" in err and json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--html={}"], "name a file"),
+        (["--html={}/"], "name a file"),
+        (["--plot={}"], "name a file"),
+        (["--plot={}/missing/r.png"], "there is no folder"),
+        (["--plot={}/r.xyz"], "the ending says the format"),
+        (["--plot={}/r"], "the ending says the format"),
+        (["--html={}/r.png", "--plot={}/r.png"], "asked for twice"),
+        (["--diff=full", "--plot={}/r.png"], "no picture of a --diff"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_the_work(capsys, tmp_path, options, message):
+    status, out, err = run(capsys, "residuals", "zoo:no_such_model", *(o.format(tmp_path) for o in options))
+    assert status == 2 and message in err and not out and "no_such_model" not in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_timeline_is_json(capsys, tmp_path):
+    status, _, err = run(capsys, "measure", "zoo:no_such_model", f"--timeline={tmp_path}/t.png")
+    assert status == 2 and "step.json" in err
 
 
 def test_demo_tells_which_presets_are_refused(capsys, monkeypatch):

@@ -237,6 +237,46 @@ def test_updates_in_place_share_and_a_loop_carries_one_buffer():
     assert [b.where for b in t.buffers if b.bytes == ARRAY] == ["", "", ""]
 
 
+REDUCES = """%sum (u: f32[], v: f32[]) -> f32[] {
+  %u = f32[] parameter(0)
+  %v = f32[] parameter(1)
+  ROOT %w = f32[] add(%u, %v)
+}
+
+%f (p: A, q: A) -> (f32[128], A) {
+  %p = A parameter(0)
+  %q = A parameter(1)
+  %zero = f32[] constant(0)
+  %m = A multiply(%p, %READ)
+  %r = f32[128]{0} reduce(%m, %zero), dimensions={0}, to_apply=%sum
+  %n = A negate(%m)
+  ROOT %t = (f32[128]{0}, A) tuple(%r, %n)
+}
+"""
+
+
+@pytest.mark.parametrize(("read", "peak"), [("q", 3), ("z", 4)])
+def test_a_reduction_on_a_gpu_writes_another_result_over_what_it_reads_in_the_same_order(read, peak):
+    """As in XLA's FusionCanShareBufferHint: not where a transpose reads in another order."""
+    before = REDUCES.replace("%READ", f"%{read}")
+    if read == "z":
+        turned = "  %y = f32[128,16]{0,1} transpose(%q), dimensions={1,0}\n  %z = A bitcast(%y)\n"
+        before = before.replace("  %zero", f"{turned}  %zero").replace("multiply(%p, %z)", "multiply(%z, %z)")
+    t = timeline(
+        """
+  %o = A custom-call(%x), custom_call_target="f"
+  %a = A custom-call(%x), custom_call_target="f"
+  %pair = (f32[128]{0}, A) fusion(%x, %a), kind=kInput, calls=%f
+  %sums = f32[128]{0} get-tuple-element(%pair), index=0
+  %b = A get-tuple-element(%pair), index=1
+  %e = f32[128]{0} custom-call(%o, %sums), custom_call_target="f"
+  ROOT %d = A custom-call(%e, %b), custom_call_target="f" """.replace("A)", "f32[16,128]{1,0:T(8,128)})"),
+        before=before,
+    )
+    # the argument, the result with %o in it meanwhile, %b, and %a unless %b is written over it
+    assert t.peak == pytest.approx(peak * ARRAY, abs=2000)
+
+
 def test_a_donated_argument_is_written_over():
     body = """
   %a = A custom-call(%x), custom_call_target="f"

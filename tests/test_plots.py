@@ -19,6 +19,7 @@ from remat_kit._errors import RematError
 from remat_kit._show.plots import axes as plot_axes
 from remat_kit._target import comparison as comparing
 from remat_kit._trace.report import Kind, Residual, Residuals
+from remat_kit._units import format_bytes, format_seconds
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
@@ -306,10 +307,13 @@ def test_a_frontier_is_a_line_and_presets_are_points_beside_it():
     assert all(
         (r["peak_bytes"], r["cost"], True) in points for r in rows
     )  # over the line, so filled with the background
-    rivals = f.to_dict()["plans"][-1]["rivals"]
-    assert all((r["peak_bytes"], r["seconds"], False) in points for r in rivals)
-    assert len(points) == len(rows) + len(rivals)
-    assert {t.get_text() for t in ax.texts} >= {r["name"] for r in rivals}
+    rivals = {r["name"]: (r["peak_bytes"], r["seconds"]) for r in f.to_dict()["plans"][-1]["rivals"]}
+    shown = {t.get_text() for t in ax.texts} & set(rivals)
+    assert all((*rivals[name], False) in points for name in shown)
+    assert shown and len(points) == len(rows) + len(shown)
+    told = " ".join(ax.get_xlabel().split())
+    for name in set(rivals) - shown:  # those that are too far off
+        assert f"{name} ({format_bytes(rivals[name][0])}, {format_seconds(rivals[name][1])})" in told
     bound = next(line for line in ax.lines if str(line.get_label()).startswith("budget"))
     assert set(bound.get_xdata()) <= {2**20} or "beyond" in bound.get_label()
 

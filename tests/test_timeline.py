@@ -199,11 +199,26 @@ def test_a_residual_that_is_written_over_is_one_until_then():
   %g = A dot(%x) #B
   %h = A multiply(%k, %g) #B
   %i = A dot(%h) #B
-  ROOT %e = A dot(%i, %h) #B""")
+  ROOT %e = f32[4,128]{1,0} dot(%i, %h) #B""")  # too small to put the others in
     by = {k: arrays(v) for k, v in t.by("class").items()}
     assert t.turn == 2 and by["residuals"] == [0, 1, 1, 0, 0, 0]
     assert by["temporary"] == [1, 0, 1, 2, 2, 2]  # %a; %g; %h and, where it is read last, %g; %h and %i
     assert t.total == tuple(timeline_total(t))
+
+
+def test_a_residual_in_the_memory_of_a_result_is_one_until_it_is_written_over_or_read_last():
+    t = timeline("""
+  %a = A dot(%x) #F
+  %k = A negate(%a) #F
+  %g = A dot(%x) #B
+  %h = A multiply(%k, %g) #B
+  %i = A dot(%h) #B
+  ROOT %e = A dot(%i, %h) #B""")
+    by = {k: arrays(v) for k, v in t.by("class").items()}
+    assert by["outputs"] == [0, 0, 0, 0, 1, 1]  # %a, then %k over it, lie there meanwhile
+    assert by["temporary"] == [1, 0, 1, 1, 2, 2]  # %a; %g, with %h over it, and %i
+    assert by["residuals"] == [0, 1, 1, 1, 0, 0]
+    assert t.total == tuple(timeline_total(t)) and arrays(t.total) == [2, 2, 3, 3, 4, 4]
 
 
 def timeline_total(t):

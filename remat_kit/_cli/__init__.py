@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from remat_kit._cli import commands, options
-from remat_kit._cli.output import warnings_in_one_line
+from remat_kit._cli.output import check_files, warnings_in_one_line
 from remat_kit._errors import RematError
 
 _BY = ("block", "name", "op", "path", "source", "dtype", "action")
@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # names may hold what the terminal's encoding does not
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        check_files(args)
         with warnings_in_one_line():
             status = args.run(args)
         sys.stdout.flush()

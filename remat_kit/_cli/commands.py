@@ -274,10 +274,10 @@ def demo(args: argparse.Namespace) -> int:
 def _demo_files(report: Residuals) -> dict[str, str]:
     """Writes the report as a page and as a picture, and tells where."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="remat-kit-demo-"))
-    written = {"As a page:        ": str(report.to_html(folder / "residuals.html"))}
+    written = {"As a page:       ": str(report.to_html(folder / "residuals.html"))}
     picture = folder / "residuals.png"
     try:
         save_plot(report, str(picture))
     except RematError as e:  # matplotlib is an extra
-        return {**written, "As a picture:     ": str(e)}
-    return {**written, "As a picture:     ": str(picture)}
+        return {**written, "As a picture:    ": str(e)}
+    return {**written, "As a picture:    ": str(picture)}

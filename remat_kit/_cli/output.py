@@ -36,6 +36,43 @@ def present(args: argparse.Namespace, result: Any, table: Callable[[Console], No
     return show(args, result.to_dict, table)
 
 
+def check_files(args: argparse.Namespace) -> None:
+    """Refuses files that could not be written, before the work that would be lost.
+
+    Raises:
+      RematError: for a folder, a folder that is not there, an ending that says no format, one file asked for twice.
+    """
+    asked = {
+        key: path for key in ("html", "plot", "timeline", "save") if (path := getattr(args, key, None)) is not None
+    }
+    for key, path in asked.items():
+        what, folder = f"--{key} {path}", os.path.dirname(path) or "."
+        if os.path.isdir(path) or not os.path.basename(path):
+            raise RematError(f"{what}: this is a folder or no name at all; name a file.")
+        if not os.path.isdir(folder):
+            raise RematError(f"{what}: there is no folder {folder!r}.")
+        if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+            raise RematError(f"{what}: no permission to write there.")
+        if list(asked.values()).count(path) > 1:
+            raise RematError(f"{what}: the same file is asked for twice.")
+    if "plot" in asked:
+        _check_picture(args, asked["plot"])
+    if not asked.get("timeline", ".json").endswith(".json"):
+        raise RematError(f"--timeline {asked['timeline']}: name a file such as step.json or step.speedscope.json.")
+
+
+def _check_picture(args: argparse.Namespace, path: str) -> None:
+    if getattr(args, "diff", None) is not None:
+        raise RematError("--plot: there is no picture of a --diff; leave one of them out, or write --html.")
+    from remat_kit._show import plots  # noqa: F401, says what to install where matplotlib is missing
+
+    from matplotlib.backend_bases import FigureCanvasBase  # isort: skip
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if os.path.splitext(path)[1][1:].lower() not in known:
+        raise RematError(f"--plot {path}: the ending says the format, one of {', '.join(known)}: picture.png, say.")
+
+
 def write_files(args: argparse.Namespace, result: Any) -> None:
     """Writes a result to the files that were asked for, and says so."""
     asked = {key: path for key in ("html", "plot", "timeline") if (path := getattr(args, key, None)) is not None}

@@ -86,7 +86,10 @@ def residuals(report: Residuals) -> dict[str, Any]:
         "notes": [printable(n) for n in report.notes],
         "whole": report.total_bytes + report.host_bytes,
         "totals": [_total(report, kind, label, remark) for kind, (label, remark) in zip(_KINDS, _TOTALS, strict=True)],
-        "columns": [{"key": c.key, "title": c.title, "right": c.right} for c in COLUMNS],
+        "columns": [
+            {"key": c.key, "title": c.title, "right": c.right}
+            for c in sorted(COLUMNS, key=lambda c: c.key == "needed")  # the widest, and the last that is looked for
+        ],
         "groupings": _GROUPINGS,
         "kinds": _KINDS,
         "texted": list(texted),

@@ -7,7 +7,7 @@ assignment flattens a schedule. What shares memory with what is in `sharing.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from remat_kit._errors import RematError
 from remat_kit._target import sharing
@@ -47,11 +47,6 @@ class Span:
     space: int
     values: list[Value]
     intervals: list[tuple[int, int]]
-
-    @property
-    def steps(self) -> int:
-        """For how many instructions it is taken."""
-        return sum(end - start + 1 for start, end in self.intervals)
 
     @property
     def kinds(self) -> set[str]:
@@ -97,7 +92,7 @@ class Program:
         self.loops: list[tuple[Instruction, Computation, int, int]] = []
         self.most = 1000 + 64 * sum(len(c.instructions) for c in module.computations.values())
         self.groups: dict[Value, _Group] = {}
-        self.reuses: list[tuple[Value, list[Value]]] = []
+        self.reuses: dict[Value, list[Value]] = {}
 
     def run(self) -> None:
         """Lines up the whole module, and decides what shares memory.
@@ -129,8 +124,6 @@ class Program:
             if any(v.kind == "constant" for v in group.values):
                 group.values[0].start, group.values[0].end = 0, last
             group.close()
-        for value, operands in self.reuses:
-            self._reuse(value, operands)
 
     def _computation(self, computation: Computation, arguments: Sequence[Tree], where: str) -> Tree:
         """Lines up a computation's instructions; returns the values of its root."""
@@ -184,10 +177,11 @@ class Program:
             if operand is not None and place in result:
                 done.add(place)
                 self._join(result[place], operand)
-        inputs = [operands[n].get(()) for n in sharing.overwritable(self.module, computation, i)]
-        found = [v for v in inputs if v is not None]
-        if found:
-            self.reuses += [(v, found) for place, v in result.items() if place not in done]
+        for place, value in result.items():
+            if place not in done:
+                inputs = [operands[n].get(()) for n in sharing.overwritable(self.module, i, place)]
+                if found := [v for v in inputs if v is not None]:
+                    self.reuses[value] = found
 
     def _while(self, i: Instruction, operands: list[Tree]) -> Tree:
         """A loop: the initial values, the body's parameter, its root and the result lie in one place."""
@@ -248,32 +242,49 @@ class Program:
         for v in second.values:
             self.groups[v] = first
 
-    def _reuse(self, value: Value, operands: list[Value]) -> None:
+    def share(self, spans: Iterable[Span]) -> list[Span]:
+        """The buffers of some spans once instructions write over operands among them, as in XLA's heap."""
+        among = {id(self.groups[s.values[0]]) for s in spans}
+        for value, operands in self.reuses.items():
+            self._reuse(value, operands, among)
+        return [_span(g) for g in {id(g): g for g in (self.groups[s.values[0]] for s in spans)}.values()]
+
+    def written_over(self, before: Span, after: Span, step: int) -> bool:
+        """Whether an instruction that begins one span there may write it over an operand in the other."""
+        return any(
+            v.start == step and o.end == step and o.shape.nbytes == v.shape.nbytes and o in before.values
+            for v in after.values
+            for o in self.reuses.get(v, ())
+        )
+
+    def _reuse(self, value: Value, operands: list[Value], among: set[int]) -> None:
         """Writes a result over the first operand that ends with it, if they are alike."""
         group = self.groups[value]
         for operand in operands:
             other = self.groups[operand]
-            if other is group:
+            if other is group or id(group) not in among:
                 return
             alike = operand.shape.nbytes == value.shape.nbytes and operand.shape.space == value.shape.space
-            if alike and not other.fixed and operand.end == value.start and not group.overlaps(other, value.start):
+            free = id(other) in among and not other.fixed and operand.end == value.start
+            if alike and free and not group.overlaps(other, value.start):
                 self._join(value, operand)
+                among.add(id(self.groups[value]))
                 return
 
     def _groups(self) -> Iterator[_Group]:
         return iter({id(g): g for g in self.groups.values()}.values())
 
     def spans(self) -> list[Span]:
-        """The buffers of the program."""
-        out = []
-        for group in self._groups():
-            values = sorted(group.values, key=lambda v: v.start)
-            intervals: list[tuple[int, int]] = []
-            for v in values:
-                if intervals and v.start <= intervals[-1][1]:
-                    intervals[-1] = intervals[-1][0], max(intervals[-1][1], v.end)
-                else:
-                    intervals.append((v.start, v.end))
-            size = max(v.shape.nbytes for v in values)
-            out.append(Span(size, values[0].shape.space, values, intervals))
-        return out
+        """The buffers of the program, where only what must share memory shares it."""
+        return [_span(g) for g in self._groups()]
+
+
+def _span(group: _Group) -> Span:
+    values = sorted(group.values, key=lambda v: v.start)
+    intervals: list[tuple[int, int]] = []
+    for v in values:
+        if intervals and v.start <= intervals[-1][1]:
+            intervals[-1] = intervals[-1][0], max(intervals[-1][1], v.end)
+        else:
+            intervals.append((v.start, v.end))
+    return Span(max(v.shape.nbytes for v in values), values[0].shape.space, values, intervals)

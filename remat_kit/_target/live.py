@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 
 from remat_kit._target import buffers, hlo_shapes, sharing
@@ -104,22 +105,22 @@ def walk(module: Module) -> Memory:
     program = buffers.Program(module)
     program.run()
     count = len(program.steps)
-    spans = program.spans()
-    owned = [(p.span, p.intervals) for p in placed(spans, count - 1) if p.inside is None]
+    found = list(placed(program))
+    owned = [(p.span, p.intervals) for p in found if p.inside is None]
     device = _sums(owned, count)
-    host = _sums(((s, s.intervals) for s in spans if s.space == hlo_shapes.HOST), count)
+    host = _sums(((s, s.intervals) for s in program.spans() if s.space == hlo_shapes.HOST), count)
     points = tuple(Point(n, w, d, h) for (n, w), d, h in zip(program.steps, device, host, strict=True))
     at = max(range(count), key=device.__getitem__, default=0)
     taken = [s for s, intervals in owned if s.bytes and any(a <= at <= b for a, b in intervals)]
-    found = [describe(module, s, at) for s in taken]
+    described = [describe(module, s, at) for s in taken]
     between = turn(module, program.steps)
     return Memory(
         points,
         at,
-        tuple(sorted(found, key=lambda b: -b.bytes)),
+        tuple(sorted(described, key=lambda b: -b.bytes)),
         max(host, default=0),
         between,
-        () if between is None else _handed_over(module, spans, between),
+        () if between is None else _handed_over(module, found, between),
     )
 
 
@@ -144,9 +145,9 @@ def turn(module: Module, steps: Sequence[tuple[str, str]]) -> int | None:
     return best if best < len(phases) else None
 
 
-def _handed_over(module: Module, spans: Iterable[Span], between: int) -> tuple[Buffer, ...]:
+def _handed_over(module: Module, placed: Iterable[Placed], between: int) -> tuple[Buffer, ...]:
     crossing = [
-        s for s in spans if s.space == hlo_shapes.DEVICE and s.bytes and any(a < between <= b for a, b in s.intervals)
+        p.span for p in placed if p.span.bytes and any(a < between <= b + p.written_over for a, b in p.span.intervals)
     ]
     found = [b for b in (describe(module, s, between - 1) for s in crossing) if b.kind == "temp"]
     return tuple(sorted((b for b in found if b.phase == "forward"), key=lambda b: -b.bytes))
@@ -157,39 +158,97 @@ Intervals = list[tuple[int, int]]
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A buffer of device memory, when memory is set aside for it, and the result that it lies in (None: in its own)."""
+    """A buffer of device memory.
+
+    Attributes:
+      span: the buffer.
+      intervals: when memory is set aside for it.
+      inside: the result that it lies in; None for memory of its own.
+      written_over: whether the instruction after its last interval writes its own value there, and reads it.
+    """
 
     span: Span
     intervals: Intervals
     inside: Span | None = None
+    written_over: bool = False
 
 
-def placed(spans: Iterable[Span], last: int) -> Iterable[Placed]:
+def placed(program: buffers.Program) -> Iterable[Placed]:
     """Places buffers as XLA's buffer assignment does: the largest first, each into the smallest result with room.
 
-    XLA's order among buffers of one size is not in the text; here the one that is taken longest comes first.
+    Among buffers of one size results come first, then those that begin first in a walk from operands to their users.
+    Those without room share memory among themselves where instructions may write over their operands.
     """
-    results: list[tuple[Span, Intervals]] = []  # from the largest to the smallest
+    module, spans, last = program.module, program.spans(), len(program.steps) - 1
+    results: list[tuple[Span, list[_Taken]]] = []  # from the largest to the smallest
+    rest: list[Span] = []
     device = [s for s in spans if s.space == hlo_shapes.DEVICE]
-    for span in sorted(device, key=lambda s: (-s.bytes, "output" not in s.kinds, -s.steps)):
+    number = {name: n for n, name in enumerate(module.computations)}
+    order = {c: _post_order(c) for c in {id(v.computation): v.computation for s in device for v in s.values}.values()}
+
+    def begins(span: Span) -> tuple[int, int]:
+        places = ((number[v.computation.name], order[v.computation][v.instruction.name]) for v in span.values)
+        return min(places)
+
+    for span in sorted(device, key=lambda s: (-s.bytes, "output" not in s.kinds, begins(s))):
         if "output" in span.kinds:
-            results.append((span, list(span.intervals)))
+            results.append((span, [(a, b, span) for a, b in span.intervals]))
             yield Placed(span, [(0, last)])
         elif span.kinds & {"argument", "constant"}:
             yield Placed(span, span.intervals)
-        else:
-            inside = next((result for result, taken in reversed(results) if _fits(span.intervals, taken)), None)
-            yield Placed(span, span.intervals, inside)
+        elif not any(_fits(program, span, taken) for _, taken in reversed(results)):
+            rest.append(span)
+    for result, taken in results:
+        for span in {id(t[2]): t[2] for t in taken if t[2] is not result}.values():
+            yield _inside(program, span, result, [t[2] for t in taken])
+    for span in program.share(rest):
+        yield Placed(span, span.intervals)
 
 
-def _fits(intervals: Intervals, taken: Intervals) -> bool:
-    """Enters intervals into sorted ones that are taken, if none of them overlaps."""
-    for start, end in intervals:
-        n = bisect.bisect_right(taken, (end, end))
-        if n and taken[n - 1][1] >= start or n < len(taken) and taken[n][0] <= end:
-            return False
-    for interval in intervals:
-        bisect.insort(taken, interval)
+def _inside(program: buffers.Program, span: Span, result: Span, others: Iterable[Span]) -> Placed:
+    start, end = span.intervals[-1]
+    over = start < end and any(o is not span and program.written_over(span, o, end) for o in others)
+    intervals = [*span.intervals[:-1], (start, end - over)]
+    return Placed(dataclasses.replace(span, intervals=intervals), intervals, result, over)
+
+
+_PREDECESSORS = re.compile(r"[\w.\-]+")
+
+
+def _post_order(computation: Computation) -> dict[str, int]:
+    """The places of instructions in XLA's post-order: operands, the first one first, before the instruction itself."""
+    found: dict[str, int] = {}
+    visited: set[str] = set()
+    for last in (computation.root, *computation.instructions):
+        stack = [last]
+        while stack:
+            i = stack[-1]
+            if i.name in visited:
+                stack.pop()
+                found.setdefault(i.name, len(found))
+                continue
+            visited.add(i.name)
+            stack += [o for o in reversed(computation.operands(i)) if o.name not in visited]
+            before = _PREDECESSORS.findall(i.attributes.get("control-predecessors", ""))
+            stack += [computation.by_name[p] for p in before if p in computation.by_name and p not in visited]
+    return found
+
+
+_Taken = tuple[int, int, Span]
+
+
+def _fits(program: buffers.Program, span: Span, taken: list[_Taken]) -> bool:
+    """Enters a span into what is taken, sorted, if it overlaps with none of it, but for an operand written over."""
+    for start, end in span.intervals:
+        n = bisect.bisect_right(taken, end, key=lambda t: t[0]) - 1
+        while n >= 0 and taken[n][1] >= start:
+            first, last, other = taken[n]
+            after = first < last == start and program.written_over(other, span, start)
+            if not after and not (start < end == first and program.written_over(span, other, end)):
+                return False
+            n -= 1
+    for start, end in span.intervals:
+        bisect.insort(taken, (start, end, span), key=lambda t: t[:2])
     return True
 
 

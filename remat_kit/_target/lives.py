@@ -29,10 +29,9 @@ def timeline(measurement: Measurement, schedule: Schedule) -> Timeline | None:
         return None
     program = buffers.Program(module)
     program.run()
-    spans = program.spans()
     count = len(program.steps)
     turn = live.turn(module, program.steps)
-    placed = [p for p in live.placed(spans, count - 1) if p.span.bytes]
+    placed = [p for p in live.placed(program) if p.span.bytes]
     found: list[_Piece] = []
     owners: dict[int, int] = {}
     for p in sorted(placed, key=lambda p: p.inside is not None):
@@ -40,7 +39,11 @@ def timeline(measurement: Measurement, schedule: Schedule) -> Timeline | None:
         owners[id(p.span)] = len(found)
         found += [dataclasses.replace(piece, inside=inside) for piece in _pieces(module, p, turn)]
     steps = _Steps(module, program, _peak(found, count))
-    host = [s for s in spans if s.space == hlo_shapes.HOST and "argument" not in s.kinds and "output" not in s.kinds]
+    host = [
+        s
+        for s in program.spans()
+        if s.space == hlo_shapes.HOST and "argument" not in s.kinds and "output" not in s.kinds
+    ]
     return Timeline(
         target=measurement.target,
         policy=measurement.policy,
@@ -76,7 +79,7 @@ def _pieces(module: Module, placed: live.Placed, turn: int | None) -> Iterator[_
         first, last = placed.intervals[0][0], placed.intervals[-1][1]
         yield _Piece(live.describe(module, span, last), role, first, last)
         return
-    for start, end, after, values in _contents(span):
+    for start, end, after, values in _contents(span, placed.written_over):
         at = turn - 1 if turn is not None and start < turn <= after else None
         one = Span(span.bytes, span.space, values, [(start, end)])
         buffer = live.describe(module, one, start if at is None else at)
@@ -89,7 +92,7 @@ def _pieces(module: Module, placed: live.Placed, turn: int | None) -> Iterator[_
         yield _Piece(buffer, role, start, end)
 
 
-def _contents(span: Span) -> Iterator[tuple[int, int, int, list[Value]]]:
+def _contents(span: Span, written_over: bool) -> Iterator[tuple[int, int, int, list[Value]]]:
     """Cuts the life of a buffer where an instruction with a name of its own writes something else into it.
 
     Yields:
@@ -101,7 +104,7 @@ def _contents(span: Span) -> Iterator[tuple[int, int, int, list[Value]]]:
         starts = [first, *cuts]
         for start, after in zip(starts, [*cuts, None], strict=True):
             mine = [v for v in values if start <= v.start and (after is None or v.start < after)]
-            yield start, last if after is None else after - 1, last if after is None else after, mine
+            yield start, last if after is None else after - 1, last + written_over if after is None else after, mine
 
 
 def _from_host(value: Value) -> bool:

@@ -94,8 +94,8 @@ def operands_of_start(instruction: Instruction) -> list[Pair]:
     return [((0,), 0, ())]
 
 
-def overwritable(module: Module, computation: Computation, instruction: Instruction) -> list[int]:
-    """Numbers of the operands that the result may be written over, if this is their last use."""
+def overwritable(module: Module, instruction: Instruction, place: Index) -> list[int]:
+    """Numbers of the operands that the result at a place may be written over, if this is their last use."""
     opcode = instruction.opcode
     numbers = range(len(instruction.operands))
     if opcode in ("sort", "triangular-solve", "cholesky", "all-reduce", "collective-permute"):
@@ -110,6 +110,8 @@ def overwritable(module: Module, computation: Computation, instruction: Instruct
     kind = instruction.attributes.get("kind")
     if kind == "kLoop":
         return [n for n in numbers if _elementwise_on(callees[0], n)]
+    if kind == "kInput":
+        return [n for n in numbers if _read_in_order(callees[0], n, place)]
     if kind == "kOutput":
         return [n for n in numbers if _added_to(callees[0], n)]
     return []
@@ -173,6 +175,26 @@ def _elementwise_on(computation: Computation, number: int) -> bool:
                 return False
             reached.add(i.name)
     return True
+
+
+def _read_in_order(computation: Computation, number: int, place: Index) -> bool:
+    """Whether a parameter of a GPU's fused reduction is read as one of its results is written.
+
+    What the first reduction reads does not matter: it is done before other results are written.
+    """
+    results = roots(computation)
+    if not (place[0] if place else 0) < len(results):
+        return False
+    reduction = next((r for r in results if behind(computation, r, ("bitcast",)).opcode == "reduce"), None)
+    hero = "" if reduction is None else behind(computation, reduction, ("bitcast",)).name
+    reached = {p.name for p in computation.parameters if p.index == number}
+    for i in computation.instructions:
+        if i.opcode == "parameter" or i.name == hero or reached.isdisjoint(i.operands):
+            continue
+        if i.opcode == "copy" or i.opcode not in _ELEMENTWISE and i.opcode != "tuple":
+            return False
+        reached.add(i.name)
+    return results[place[0] if place else 0].name in reached
 
 
 def _added_to(computation: Computation, number: int) -> bool:

@@ -152,7 +152,7 @@ def test_without_scripts_the_table_of_plans_is_there(opened):
 @pytest.mark.parametrize("name", ["frontier", "measurement", "comparison", "plan", "check", "diff"])
 def test_a_strangers_names_stay_text(opened, name):
     page = opened(hostile_results()[name])
-    for twist in page.locator("button.twist").all():
-        twist.click()
+    while (closed := page.locator("button.twist[aria-expanded=false]")).count():
+        closed.first.dispatch_event("click")
     assert page.locator("img, iframe, a, b, i").count() == 0
     assert page.get_by_text("<img src=x onerror=alert(4)>").count() > 0

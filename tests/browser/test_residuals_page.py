@@ -13,11 +13,12 @@ KEPT = FULL.total_bytes + FULL.host_bytes
 
 
 def column(page, key):
-    return [cell.inner_text().strip() for cell in page.locator(f".report table.values tbody td[data-key={key}]").all()]
+    return [text.strip() for text in page.locator(f".report table.values tbody td[data-key={key}]").all_inner_texts()]
 
 
 def sizes(page):
-    return [int(r.get_attribute("data-bytes")) for r in page.locator(".report table.values tbody tr").all()]
+    rows = page.locator(".report table.values tbody tr")
+    return rows.evaluate_all("rows => rows.map((r) => Number(r.dataset.bytes))")
 
 
 def shown(page):
@@ -158,29 +159,6 @@ def test_areas_are_bytes(opened):
         assert b.bounding_box()["height"] == pytest.approx(share * whole, abs=0.6)
 
 
-def test_everything_is_reached_by_the_tab_key(opened):
-    page = opened(FULL)
-    reached = []
-    for _ in range(60):
-        page.keyboard.press("Tab")
-        at = page.evaluate(
-            "() => { const a = document.querySelector('.remat-kit').shadowRoot.activeElement;"
-            " return a ? a.getAttribute('role') || a.localName : ''; }"
-        )
-        reached.append(at)
-    assert {"button", "treeitem", "input", "select", "region"} <= set(reached)
-    page.locator(".chip").first.focus()
-    page.keyboard.press("Tab")
-    outline = page.locator(".chip").nth(1).evaluate("e => getComputedStyle(e).outlineStyle")
-    assert outline == "solid"
-
-
-def test_every_control_has_a_name(opened):
-    page = opened(FULL)
-    for role in ("button", "combobox", "searchbox", "checkbox", "tree", "navigation", "treeitem", "table"):
-        assert page.get_by_role(role, name=re.compile(r"\S")).count() == page.get_by_role(role).count() > 0, role
-
-
 def test_without_scripts_the_tables_are_there(opened):
     page = opened(FULL, scripts=False)
     text = page.locator("body").inner_text()
@@ -197,7 +175,7 @@ def test_a_strangers_names_stay_text(opened):
     for twist in page.locator("tr.group button").all():
         twist.click()
     page.get_by_label("Filter").fill("<script>")
-    page.wait_for_timeout(100)
+    page.locator(".status", has_text=re.compile(r"^[1-3] rows?,")).wait_for()
     for item in page.locator("[role=treeitem]").all()[:1]:
         item.click()
     assert page.locator("img, iframe, a, b, i").count() == 0
@@ -217,15 +195,15 @@ def test_figures_are_written_as_in_python(opened):
     page.get_by_label("fold identical layers").uncheck()
     while page.locator(".more button").count():
         page.locator(".more button").click()
-    for row in page.locator(".report table.values tbody tr").all():
-        size = int(row.get_attribute("data-bytes"))
-        assert row.locator("td[data-key=bytes]").inner_text() == units.format_bytes(size)
-        assert row.locator("td[data-key=share]").inner_text() == units.format_share(size, sum(e.bytes for e in entries))
+    found, whole = sizes(page), sum(e.bytes for e in entries)
+    assert sorted(found) == sorted(e.bytes for e in entries)
+    assert column(page, "bytes") == [units.format_bytes(size) for size in found]
+    assert column(page, "share") == [units.format_share(size, whole) for size in found]
     expected = sorted((units.format_flops(e.recompute_flops), units.format_ratio(e.bytes_per_flop)) for e in entries)
     assert sorted(zip(column(page, "flops"), column(page, "worth"), strict=True)) == expected
 
 
-def test_ten_thousand_residuals_open_quickly(opened, tmp_path, browser):
+def test_ten_thousand_residuals_open_quickly(opened, tmp_path):
     path = many(10_000).to_html(tmp_path / "large.html")
     start = time.perf_counter()
     page = opened(path)
@@ -240,7 +218,8 @@ def test_ten_thousand_residuals_open_quickly(opened, tmp_path, browser):
     filtered = time.perf_counter() - start
     print(f"\n10^4 residuals: {path.stat().st_size / 1e6:.2f} MB, open in {took:.2f} s, filtered in {filtered:.2f} s")
     assert path.stat().st_size < 5_000_000
-    assert {"activation_5", "activation_50"} <= set(column(page, "what")) and took < 20
+    assert {"activation_5", "activation_50"} <= set(column(page, "what"))
+    assert took < 10  # it does not hang; what it takes is printed
     page.locator(".chip.offloaded").click()
     page.get_by_label("fold identical layers").uncheck()
     assert page.locator(".report table.values tbody tr").count() <= 200

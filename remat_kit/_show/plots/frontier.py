@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,13 @@ from remat_kit._show import palette
 from remat_kit._show.plots import axes, labels
 from remat_kit._show.plots.points import Point, limits, scatter
 from remat_kit._target.comparison import Comparison
+from remat_kit._units import format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
     from remat_kit._plan.frontier import Frontier
+
+
+_REMARK = "filled: peak compiled; hollow: peak predicted; the cost of all of them: predicted"
 
 
 def draw(
@@ -47,28 +52,50 @@ def draw(
                 zorder=3,
                 label=f"plan, {word}",
             )
-    scatter(ax, others)
-    points = [*plans, *others]
+    near = [p for p in others if _near(p, plans)]
+    far = [p for p in others if p not in near]
+    scatter(ax, near)
+    points = [*plans, *near]
     upto = axes.bound(ax, f.memory_bytes, "memory", horizontal=False, upto=max(p.peak_bytes for p in points))
     if budget_bytes is not None:
         upto = axes.bound(ax, budget_bytes, "budget", horizontal=False, upto=upto, style=":")
     limits(ax, points, upto)
     axes.in_bytes(ax.xaxis, upto)
-    ax.set_xlabel("peak memory of one device")
+    ax.set_xlabel("peak memory of one device" + _outside(far, f))
     if f.minimize == "time":
         axes.in_seconds(ax.yaxis)
-        ax.set_ylabel("time of recomputation and of keeping the rest, predicted")
+        ax.set_ylabel("time of recomputation and of keeping the rest")
     else:
         axes.in_flops(ax.yaxis)
-        ax.set_ylabel("FLOPs of recomputation, predicted")
+        ax.set_ylabel("FLOPs of recomputation")
     axes.quiet(ax, "both")
     axes.legend(ax, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     target = f" on {axes.shortened(f.target)}" if f.target else ""
-    axes.title(ax, f"Plans{target}: memory against recomputation", "filled: peak compiled; hollow: predicted")
+    axes.title(ax, f"Plans{target}: memory against recomputation", _REMARK)
     labels.place(
-        ax, [(p.peak_bytes, p.cost, axes.shortened(p.name)) for p in others], [(p.peak_bytes, p.cost) for p in plans]
+        ax, [(p.peak_bytes, p.cost, axes.shortened(p.name)) for p in near], [(p.peak_bytes, p.cost) for p in plans]
     )
     return ax
+
+
+def _near(p: Point, plans: Sequence[Point]) -> bool:
+    """Whether a point is so near to the plans that a picture of both still tells the plans apart."""
+
+    def within(x: float, others: Sequence[float]) -> bool:
+        low, high = min(others), max(others)
+        room = max(high - low, 0.25 * high)
+        return low - room <= x <= high + 1.5 * room
+
+    return within(p.peak_bytes, [q.peak_bytes for q in plans]) and within(p.cost, [q.cost for q in plans])
+
+
+def _outside(points: Sequence[Point], f: Frontier) -> str:
+    """Names the points that are too far off to be shown, with their figures, in lines below the picture."""
+    if not points:
+        return ""
+    cost = format_seconds if f.minimize == "time" else lambda flops: format_flops(int(flops))
+    found = [f"{axes.shortened(p.name)} ({format_bytes(p.peak_bytes)}, {cost(p.cost)})" for p in points]
+    return "\n" + textwrap.fill("outside: " + ", ".join(found), 110)
 
 
 def _rivals(f: Frontier, limit: int | None) -> Sequence[Point]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
@@ -49,6 +50,7 @@ def _placed(ax: Axes, point: tuple[float, float, str], taken: list[tuple[Bbox, f
     """Writes one label and adds it to what is taken, with how much it matters that nothing covers it."""
     x, y, text = point
     label = ax.annotate(text, (x, y), (9, 0), textcoords="offset points", fontsize="small")
+    label.set_path_effects([withStroke(linewidth=3, foreground=ax.get_facecolor())])  # readable across a line
     best, least = _PLACES[0], math.inf
     for place in _PLACES:
         if place[0] >= least:

@@ -161,7 +161,7 @@ function curve(data, cost, pick) {
   const layers = el("g");
   for (const n of ticks(low, high, 1024)) layers.append(
     el("line", { class: "grid", x1: x(n), x2: x(n), y1: TOP, y2: HIGH - BOTTOM }),
-    el("text", { x: x(n), y: HIGH - BOTTOM + 16, "text-anchor": "middle" }, format.bytes(n)));
+    el("text", { x: x(n), y: HIGH - BOTTOM + 16, "text-anchor": x(n) > WIDE - 40 ? "end" : "middle" }, format.bytes(n)));
   for (const c of ticks(bottom, top, 1000)) layers.append(
     el("line", { class: "grid", x1: LEFT, x2: WIDE - RIGHT, y1: y(c), y2: y(c) }),
     el("text", { x: LEFT - 6, y: y(c) + 4, "text-anchor": "end" }, cost(c)));
@@ -180,7 +180,8 @@ function curve(data, cost, pick) {
   }, el("title", {}, `plan ${i + 1}: ${format.bytes(p.peak_bytes)} ${p.peak_is}, ${cost(p.cost)}`))));
   const here = el("line", { class: "here", y1: TOP, y2: HIGH - BOTTOM });
   const ring = el("circle", { class: "ring", r: 8 });
-  layers.append(here, ring);
+  layers.prepend(here); // below the labels
+  layers.append(ring);
   const svg = el("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label": `Memory against cost: ${plans.length} plans and ${presets.length} presets; the table and the slider tell the same` }, layers);
   const legend = el("p", { class: "legend" },
     el("span", {}, el("span", { class: "dot compiled" }), "plan, compiled"), el("span", {}, el("span", { class: "dot predicted" }), "plan, predicted"),

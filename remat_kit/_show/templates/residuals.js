@@ -5,7 +5,8 @@ const PAGE = 200; // rows that are drawn before one asks for more
 const LEVELS = 5; // of modules in the picture
 const SMALLEST = 0.004; // share of the picture's height below which values are drawn as one
 const MOST = 400; // boxes in the picture
-const TALL = 340; // its height
+const TALL = 380; // its height
+const WORDS = 15; // height of a box that has room for its name
 
 /** From the columns of the data to one object for each value, and one for each group of identical layers. */
 function read(data) {
@@ -203,10 +204,10 @@ function residuals(main, data) {
     const kinds = Object.entries(node.kinds).sort((a, b) => b[1] - a[1]);
     const words = `${node.name}${times}, ${format.bytes(node.bytes)}, ${kinds.map(([k, n]) => `${k} ${format.bytes(n)}`).join(", ")}`;
     const out = el("div", {
-      role: "treeitem", tabindex: "-1", class: `box${leaf ? " leaf" : ""}${height * TALL < 17 ? " thin" : ""}`, title: `${node.place.join("/")}${times}\n${format.bytes(node.bytes)}`,
+      role: "treeitem", tabindex: "-1", class: `box${leaf ? " leaf" : ""}${height * TALL < WORDS ? " thin" : ""}`, title: `${node.place.join("/")}${times}\n${format.bytes(node.bytes)}`,
       "aria-level": level + 1, "aria-setsize": siblings, "aria-posinset": at, "aria-label": words, "aria-expanded": leaf ? false : String(level + 1 < levels),
       "data-bytes": node.bytes, "data-values": node.values, "data-path": node.place.join("/"),
-      style: `${at_(level, levels, top, height)};background:${paint(kinds, node.bytes)}`,
+      style: `${at_(level, levels, top, height, leaf)};background:${paint(kinds, node.bytes, leaf)}`,
       click: () => zoom(node.place),
       keydown: (event) => {
         if (event.key !== "Enter" && event.key !== " ") return;
@@ -324,16 +325,18 @@ function says(key, entries) {
 /** How many levels lie below a node. */
 const depth = (node) => node.children.reduce((most, child) => Math.max(most, 1 + depth(child)), 0);
 
-const at_ = (level, levels, top, height) =>
-  `left:${(100 * level) / levels}%;width:${100 / levels}%;top:${100 * top}%;height:${100 * height}%`;
+/** Where a box lies. A single value has nothing to its right: it reaches to the end. */
+const at_ = (level, levels, top, height, leaf = false) =>
+  `left:${(100 * level) / levels}%;width:${(100 * (leaf ? levels - level : 1)) / levels}%;top:${100 * top}%;height:${100 * height}%`;
 
-/** One colour, or one below the other where a module holds values of several kinds. */
-function paint(kinds, bytes) {
-  if (kinds.length === 1) return `var(--${kinds[0][0]}-box)`;
+/** One colour, or one below the other where a module holds values of several kinds; modules are paler than values. */
+function paint(kinds, bytes, leaf) {
+  const color = (kind) => (leaf ? `var(--${kind}-box)` : `color-mix(in srgb, var(--${kind}-box) 55%, var(--bg))`);
+  if (kinds.length === 1) return color(kinds[0][0]);
   let from = 0;
   const stops = kinds.map(([kind, n]) => {
     const to = from + (100 * n) / bytes;
-    const stop = `var(--${kind}-box) ${from}% ${to}%`;
+    const stop = `${color(kind)} ${from}% ${to}%`;
     from = to;
     return stop;
   });
