@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import remat_kit as rk
+from remat_kit._plan import planner
 from tests.plans import (
     MODELS,
     assert_same,
@@ -262,6 +263,23 @@ def test_along_a_frontier_peaks_rise_and_costs_fall():
     assert len(f.rows()) == len(f) and "Frontier" in str(f)
     for p in f:
         jax.eval_shape(jax.grad(rk.apply(fn, p)), *args)
+
+
+def test_a_plan_that_the_compiler_refuses_is_left_out_of_the_frontier(monkeypatch):
+    fn, args = rk.zoo.gpt(layers=2, batch=2, length=64, width=64, heads=2, vocab=128)
+    refused = []
+    compiled = planner.Session.compiled
+
+    def refuse_the_second(self, selection):
+        refused.append(selection.key)
+        if len(refused) == 2:
+            raise rk.RematError("XLA cannot compile this one.")
+        return compiled(self, selection)
+
+    monkeypatch.setattr(planner.Session, "compiled", refuse_the_second)
+    with pytest.warns(rk.RematWarning, match=r"1 of 3 plans .* left out: XLA cannot compile this one"):
+        f = rk.frontier(fn, *args, target="cpu", points=3, compiles=3)
+    assert 1 <= len(f) <= 2 and all(p.measured for p in f)
 
 
 @pytest.mark.parametrize("points", [0, -1, 1.5, True, 10**9])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from remat_kit._errors import RematError
+from remat_kit._errors import RematError, RematWarning, first_line
 from remat_kit._frames import data_frame
 from remat_kit._html_view import HtmlView
 from remat_kit._plan.calibrate import Trial
@@ -178,11 +179,27 @@ def of_session(session: Session, points: int, compiles: int, progress: bool | No
     selections = sorted(found.values(), key=lambda s: (s.peak, s.cost))
     chosen = _spread(len(selections), compiles)
     done: dict[Any, Trial[Measurement]] = {}
+    refused: dict[Any, RematError] = {}
     for k in track(chosen, "compiling plan", progress):
-        trial = session.compiled(selections[k])
-        done[trial.selection.key] = trial
+        try:
+            trial = session.compiled(selections[k])
+        except RematError as error:
+            refused[selections[k].key] = error
+            if len(refused) == len(chosen):
+                raise
+        else:
+            done[trial.selection.key] = trial
+    if refused:
+        reason = first_line(next(iter(refused.values())))
+        warnings.warn(
+            f"{len(refused)} of {len(chosen)} plans that were to be compiled are left out: {reason}",
+            RematWarning,
+            stacklevel=3,
+        )
     plans = []
     for s in selections:
+        if s.key in refused:
+            continue
         trial = done.get(s.key)
         made = session.made(s, 0, trial.found if trial is not None else None)
         plans.append(dataclasses.replace(made, budget_bytes=made.peak_bytes, within=True))
