@@ -35,8 +35,9 @@ lint: $(VENV)/.dev
 	$(bin)/ruff check .
 	$(bin)/pyright --pythonpath $(bin)/python
 
+# The notebooks of the documentation are executed.
 docs: $(VENV)/.docs
-	$(bin)/python -m mkdocs build --strict
+	JAX_PLATFORMS=cpu $(bin)/python -m mkdocs build --strict
 
 # Plans against presets, hours with all programs: BENCH_ARGS="--programs gpt --targets cpu" for a part of it.
 BENCH_ARGS ?=

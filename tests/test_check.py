@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import linecache
 import random
-import re
 import time
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -592,24 +589,3 @@ def test_a_function_that_fails_when_it_is_run_is_said_to():
 
     with pytest.raises(rk.RematError, match="failed when it was run"):
         rk.check(fun, jnp.ones(3), policy="full", derivatives="reverse")
-
-
-# The documentation -----------------------------------------------------------------------------------------------
-
-
-def test_the_documentation_runs_and_says_what_is_found(capsys):
-    page = (Path(__file__).parent.parent / "docs" / "check.md").read_text()
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    source = "\n".join(text for language, text in blocks if language == "python")
-    name = "train.py"  # what the page's outputs call it
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    exec(compile(source, name, "exec"), {"__name__": "train"})
-    out = capsys.readouterr().out
-    shown = [text for language, text in blocks if not language]
-    assert len(shown) == 3
-
-    def words(text):  # figures are those of one machine, and lines those of the page's source
-        return re.sub(r"\s+", " ", re.sub(r"[\d.e+-]+", "#", re.sub(r"[─-]+", "", text))).strip()
-
-    for block in shown:
-        assert words(block).split(" what ")[0] in words(out)

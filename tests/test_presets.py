@@ -2,7 +2,6 @@
 
 import pickle
 from collections.abc import Mapping
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -233,10 +232,3 @@ def test_names_that_a_program_lacks():
     assert unmatched_names(policy("minimal") | save(name="contxt"), ["attn_query"]) == ("contxt",)
     assert unmatched_names(policy("save name=query_proj|context|attn_*"), ["query_proj"]) == ("attn_*", "context")
     assert unmatched_names(policy("dots"), []) == ()
-
-
-def test_the_documentation_lists_every_preset_and_name():
-    text = (Path(__file__).parent.parent / "docs" / "policies.md").read_text()
-    for name, doc, _ in _presets.preset_table():
-        assert f"| `{name}` | {doc} |" in text
-    assert all(f"| `{name}` | {doc} |" in text for name, doc in _names.VOCABULARY.items())

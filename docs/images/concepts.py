@@ -82,8 +82,8 @@ def residuals(ax: Axes) -> None:
 
 
 def _box(ax: Axes, x: float, y: float, text: str, colour: str) -> None:
-    shape = FancyBboxPatch((x - 0.33, y - 0.22), 0.66, 0.44, boxstyle="round,pad=0.03", fc=colour, ec="none", alpha=0.35)
-    ax.add_patch(shape)
+    style = {"boxstyle": "round,pad=0.03", "fc": colour, "ec": "none", "alpha": 0.35}
+    ax.add_patch(FancyBboxPatch((x - 0.33, y - 0.22), 0.66, 0.44, **style))
     ax.text(x, y, text, ha="center", va="center", fontsize=10, color="black")
 
 
