@@ -187,8 +187,10 @@ def placed(program: buffers.Program) -> Iterable[Placed]:
     order = {c: _post_order(c) for c in {id(v.computation): v.computation for s in device for v in s.values}.values()}
 
     def begins(span: Span) -> tuple[int, int]:
-        places = ((number[v.computation.name], order[v.computation][v.instruction.name]) for v in span.values)
-        return min(places)
+        # 0 for what a damaged text does not have
+        return min(
+            (number.get(v.computation.name, 0), order[v.computation].get(v.instruction.name, 0)) for v in span.values
+        )
 
     for span in sorted(device, key=lambda s: (-s.bytes, "output" not in s.kinds, begins(s))):
         if "output" in span.kinds:
@@ -199,8 +201,14 @@ def placed(program: buffers.Program) -> Iterable[Placed]:
         elif not any(_fits(program, span, taken) for _, taken in reversed(results)):
             rest.append(span)
     for result, taken in results:
-        for span in {id(t[2]): t[2] for t in taken if t[2] is not result}.values():
-            yield _inside(program, span, result, [t[2] for t in taken])
+        inside = {id(t[2]): t[2] for t in taken}
+        begun: dict[int, list[Span]] = {}
+        for span in inside.values():
+            for v in span.values:
+                begun.setdefault(v.start, []).append(span)
+        for span in inside.values():
+            if span is not result:
+                yield _inside(program, span, result, begun.get(span.intervals[-1][1], []))
     for span in program.share(rest):
         yield Placed(span, span.intervals)
 
